@@ -1,0 +1,121 @@
+/* The module: its state, its classes of exceptions, its table of methods. */
+#define GPUOPS_IMPORTS_NUMPY
+#include "core.h"
+
+/* One thunk per row. */
+#define OPERATOR(name, stem, signature, doc)                                                       \
+    static PyObject *name##_thunk(PyObject *module, PyObject *const *args, Py_ssize_t count,       \
+                                  PyObject *names)                                                 \
+    {                                                                                              \
+        return call_operator(module, OPERATOR_##name, args, count, names);                         \
+    }
+#include "ops.def"
+#undef OPERATOR
+
+static PyMethodDef operator_methods[] = {
+#define OPERATOR(name, stem, signature, doc)                                                       \
+    {#name, (PyCFunction)(void (*)(void))name##_thunk, METH_FASTCALL | METH_KEYWORDS,              \
+     #name "($module, " signature ")\n--\n\n" doc},
+#include "ops.def"
+#undef OPERATOR
+    {NULL, NULL, 0, NULL},
+};
+
+static const Operator operators[] = {
+#define OPERATOR(name, stem, signature, doc) {#name, signature, plan_##name, run_##name},
+#include "ops.def"
+#undef OPERATOR
+};
+
+static PyObject *add_exception(PyObject *module, const char *name, const char *doc, PyObject *base)
+{
+    PyObject *error = PyErr_NewExceptionWithDoc(name, doc, base, NULL);
+    if (error != NULL && PyModule_AddObjectRef(module, name + strlen("gpuops."), error) < 0)
+        Py_CLEAR(error);
+    return error;
+}
+
+static int execute(PyObject *module)
+{
+    import_array1(-1);
+    State *state = PyModule_GetState(module);
+
+    state->device_error = add_exception(
+        module, "gpuops.DeviceError",
+        "The GPU cannot be used, or failed.\n\n"
+        "`code` and `name` are CUDA's (0 and '' where it took no part), `operator` is the function\n"
+        "that was called.",
+        PyExc_RuntimeError);
+    if (state->device_error == NULL) return -1;
+    state->device_lost_error = add_exception(
+        module, "gpuops.DeviceLostError",
+        "A fatal error: this process cannot use the GPU any more; the CPU backend goes on.",
+        state->device_error);
+    if (state->device_lost_error == NULL) return -1;
+    state->forked_process_error = add_exception(
+        module, "gpuops.ForkedProcessError",
+        "GPU work in a process that was forked after CUDA came into use; spawn it instead.",
+        PyExc_RuntimeError);
+    if (state->forked_process_error == NULL) return -1;
+
+    for (int i = 0; i < OPERATORS; i++) {
+        state->signatures[i].op = operators[i];
+        if (read_signature(&state->signatures[i]) < 0) return -1;
+    }
+    if (PyModule_AddFunctions(module, operator_methods) < 0) return -1;
+    return PyModule_AddStringConstant(module, "__version__", GPUOPS_VERSION);
+}
+
+static int traverse(PyObject *module, visitproc visit, void *arg)
+{
+    State *state = PyModule_GetState(module);
+    Py_VISIT(state->device_error);
+    Py_VISIT(state->device_lost_error);
+    Py_VISIT(state->forked_process_error);
+    return 0;
+}
+
+static int clear(PyObject *module)
+{
+    State *state = PyModule_GetState(module);
+    Py_CLEAR(state->device_error);
+    Py_CLEAR(state->device_lost_error);
+    Py_CLEAR(state->forked_process_error);
+    for (int i = 0; i < OPERATORS; i++)
+        for (int j = 0; j < state->signatures[i].count; j++)
+            Py_CLEAR(state->signatures[i].parameters[j].name);
+    return 0;
+}
+
+static void free_module(void *module)
+{
+    clear(module);
+}
+
+/* Slots that CPython knows from 3.12 and 3.13 on. One binary serves all versions from 3.11, so they
+ * are named by number and left out where the interpreter would refuse them. */
+enum { SLOT_MULTIPLE_INTERPRETERS = 3, SLOT_GIL = 4 };
+
+PyMODINIT_FUNC PyInit__core(void)
+{
+    static PyModuleDef_Slot slots[4];
+    static struct PyModuleDef definition = {
+        .m_base = PyModuleDef_HEAD_INIT,
+        .m_name = "gpuops._core",
+        .m_doc = "The C core of gpuops.",
+        .m_size = sizeof(State),
+        .m_methods = device_methods,
+        .m_slots = slots,
+        .m_traverse = traverse,
+        .m_clear = clear,
+        .m_free = free_module,
+    };
+    int count = 0;
+    slots[count++] = (PyModuleDef_Slot){Py_mod_exec, (void *)execute};
+    /* NumPy itself loads in the main interpreter only. */
+    if (Py_Version >= 0x030C0000)
+        slots[count++] = (PyModuleDef_Slot){SLOT_MULTIPLE_INTERPRETERS, (void *)0};
+    if (Py_Version >= 0x030D0000) slots[count++] = (PyModuleDef_Slot){SLOT_GIL, (void *)1};
+    slots[count] = (PyModuleDef_Slot){0, NULL};
+    return PyModuleDef_Init(&definition);
+}

@@ -1,0 +1,31 @@
+/* The failure record of each thread. */
+#include "gpuops.h"
+
+#include <stdarg.h>
+#include <stdio.h>
+
+static _Thread_local Failure failure;
+
+const Failure *last_failure(void)
+{
+    return &failure;
+}
+
+Status fail(Status status, const char *format, ...)
+{
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(failure.text, sizeof failure.text, format, arguments);
+    va_end(arguments);
+    failure.cuda_code = 0;
+    failure.cuda_name[0] = '\0';
+    return status;
+}
+
+Status fail_cuda(Status status, int code, const char *name, const char *text)
+{
+    snprintf(failure.text, sizeof failure.text, "%s", text);
+    snprintf(failure.cuda_name, sizeof failure.cuda_name, "%s", name);
+    failure.cuda_code = code;
+    return status;
+}

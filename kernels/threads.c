@@ -1,0 +1,164 @@
+/* The worker pool of the CPU backend.
+ *
+ * One loop runs on the pool at a time; a caller that finds it taken works alone, so that any number
+ * of Python threads may call at once without waiting for each other. The workers sleep between
+ * loops, are never joined (the process may end at any time), and are started anew in a forked
+ * child, where only the forking thread lives on. */
+#define _GNU_SOURCE
+#include "gpuops.h"
+
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
+#include <stdlib.h>
+#include <unistd.h>
+
+enum { MAX_THREADS = 1024 };
+
+static struct {
+    pthread_mutex_t taken; /* held for the length of one loop */
+    pthread_mutex_t lock;  /* guards all that follows, but for next */
+    pthread_cond_t wake, idle;
+    int workers;           /* threads started */
+    int active;            /* threads now inside the loop */
+    bool open;             /* there is a loop to join */
+    uint64_t round;
+    RangeFunction function;
+    void *context;
+    int64_t count, chunk;
+    int64_t next; /* first index that nobody has taken; atomic */
+} pool = {.taken = PTHREAD_MUTEX_INITIALIZER,
+          .lock = PTHREAD_MUTEX_INITIALIZER,
+          .wake = PTHREAD_COND_INITIALIZER,
+          .idle = PTHREAD_COND_INITIALIZER};
+
+static void reset_after_fork(void)
+{
+    pool.taken = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
+    pool.lock = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
+    pool.wake = (pthread_cond_t)PTHREAD_COND_INITIALIZER;
+    pool.idle = (pthread_cond_t)PTHREAD_COND_INITIALIZER;
+    pool.workers = 0;
+    pool.active = 0;
+    pool.open = false;
+}
+
+static void watch_for_fork(void)
+{
+    pthread_atfork(NULL, NULL, reset_after_fork);
+}
+
+Status cpu_threads(int *count)
+{
+    static int known; /* atomic; what every thread would find is the same, so a race is harmless */
+    *count = __atomic_load_n(&known, __ATOMIC_RELAXED);
+    if (*count > 0) return STATUS_OK;
+
+    const char *wanted = getenv("GPUOPS_NUM_THREADS");
+    if (wanted != NULL && *wanted != '\0') {
+        char *end;
+        long value = strtol(wanted, &end, 10);
+        if (*end != '\0' || value < 1 || value > MAX_THREADS)
+            return fail(STATUS_VALUE_ERROR,
+                        "GPUOPS_NUM_THREADS is '%.40s': expected a number from 1 to %d", wanted,
+                        MAX_THREADS);
+        *count = (int)value;
+    } else {
+        cpu_set_t allowed;
+        *count = sched_getaffinity(0, sizeof allowed, &allowed) == 0
+                     ? CPU_COUNT(&allowed)
+                     : (int)sysconf(_SC_NPROCESSORS_ONLN);
+        if (*count < 1) *count = 1;
+        if (*count > MAX_THREADS) *count = MAX_THREADS;
+    }
+    __atomic_store_n(&known, *count, __ATOMIC_RELAXED);
+    return STATUS_OK;
+}
+
+static void take_chunks(RangeFunction function, void *context, int64_t count, int64_t chunk)
+{
+    for (;;) {
+        int64_t begin = __atomic_fetch_add(&pool.next, chunk, __ATOMIC_RELAXED);
+        if (begin >= count) return;
+        function(context, begin, begin + chunk < count ? begin + chunk : count);
+    }
+}
+
+static void *work(void *unused)
+{
+    (void)unused;
+    uint64_t seen = 0;
+    pthread_mutex_lock(&pool.lock);
+    for (;;) {
+        while (!pool.open || pool.round == seen) pthread_cond_wait(&pool.wake, &pool.lock);
+        seen = pool.round;
+        pool.active++;
+        RangeFunction function = pool.function;
+        void *context = pool.context;
+        int64_t count = pool.count, chunk = pool.chunk;
+        pthread_mutex_unlock(&pool.lock);
+
+        take_chunks(function, context, count, chunk);
+
+        pthread_mutex_lock(&pool.lock);
+        if (--pool.active == 0) pthread_cond_signal(&pool.idle);
+    }
+    return NULL;
+}
+
+/* Called with both locks held. Fewer threads than wanted is no error: the caller always works. */
+static void start_workers(int wanted)
+{
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
+    pthread_once(&once, watch_for_fork);
+
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before); /* signals are for Python's own threads */
+    pthread_attr_t attributes;
+    pthread_attr_init(&attributes);
+    pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
+    pthread_attr_setstacksize(&attributes, 1 << 20);
+    while (pool.workers < wanted) {
+        pthread_t thread;
+        if (pthread_create(&thread, &attributes, work, NULL) != 0) break;
+        pool.workers++;
+    }
+    pthread_attr_destroy(&attributes);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+}
+
+void parallel_for(int64_t count, int64_t grain, RangeFunction function, void *context)
+{
+    int threads;
+    if (count <= grain || cpu_threads(&threads) != STATUS_OK || threads == 1 ||
+        pthread_mutex_trylock(&pool.taken) != 0) {
+        if (count > 0) function(context, 0, count);
+        return;
+    }
+
+    /* Eight chunks a thread even out what the scheduler and the page faults make uneven. */
+    int64_t chunk = count / (8 * (int64_t)threads);
+    if (chunk < grain) chunk = grain;
+
+    pthread_mutex_lock(&pool.lock);
+    if (pool.workers < threads - 1) start_workers(threads - 1);
+    pool.function = function;
+    pool.context = context;
+    pool.count = count;
+    pool.chunk = chunk;
+    __atomic_store_n(&pool.next, 0, __ATOMIC_RELAXED);
+    pool.round++;
+    pool.open = true;
+    pthread_cond_broadcast(&pool.wake);
+    pthread_mutex_unlock(&pool.lock);
+
+    take_chunks(function, context, count, chunk);
+
+    /* A worker that wakes only now finds the loop closed and goes back to sleep. */
+    pthread_mutex_lock(&pool.lock);
+    pool.open = false;
+    while (pool.active > 0) pthread_cond_wait(&pool.idle, &pool.lock);
+    pthread_mutex_unlock(&pool.lock);
+    pthread_mutex_unlock(&pool.taken);
+}

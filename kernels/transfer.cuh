@@ -1,0 +1,36 @@
+/* Copies between host memory of any strides and packed memory, on the host or on a device. */
+#ifndef GPUOPS_TRANSFER_CUH
+#define GPUOPS_TRANSFER_CUH
+
+#include "common.cuh"
+
+/* Items of item_bytes at base + sum(position[i] * strides[i]), in C order. */
+struct Box {
+    char *base;
+    int64_t item_bytes;
+    int ndim;
+    int64_t counts[GPUOPS_MAX_DIMS];
+    int64_t strides[GPUOPS_MAX_DIMS];
+};
+
+int64_t box_items(const Box &box);
+void box_append(Box *box, int64_t count, int64_t stride);
+
+void box_pack(const Box &box, char *packed);
+
+/* count items from one place to another, both strided; source and target do not overlap. */
+void copy_items(char *target, int64_t target_stride, const char *source, int64_t source_stride,
+                int64_t count, int64_t item_bytes);
+
+#ifdef __CUDACC__
+Status copy_to_device(void *device, const void *host, int64_t bytes, void *stream);
+Status copy_to_host(void *host, const void *device, int64_t bytes, void *stream);
+Status clear_on_device(void *device, int byte, int64_t bytes, void *stream);
+
+/* The items begin..end of a box to packed device memory, and all items of one back. Like
+ * cudaMemcpyAsync, they may return before the copy is done. */
+Status box_upload(const Box &box, int64_t begin, int64_t end, void *device, void *stream);
+Status box_download(const Box &box, void *device, void *stream);
+#endif
+
+#endif
