@@ -46,16 +46,22 @@ struct Gather {
     const char *fill; /* one row */
 };
 
+template <class Index>
+HOST_DEVICE inline bool is_negative(Index index)
+{
+    const bool is_signed = static_cast<Index>(-1) < static_cast<Index>(1);
+    return is_signed && index < static_cast<Index>(is_signed ? 0 : 1);
+}
+
 /* The place along the axis that an index means, or -1 where it means none. One unsigned comparison
  * sees both ends; the remainder makes wrap take the same time for any index. */
 template <class Index>
 HOST_DEVICE inline int64_t place_of(Index index, int64_t size, Mode mode)
 {
-    const bool is_signed = static_cast<Index>(-1) < static_cast<Index>(1);
     uint64_t place = static_cast<uint64_t>(index);
     const uint64_t count = static_cast<uint64_t>(size);
     if (place < count) return static_cast<int64_t>(place);
-    const bool negative = is_signed && index < static_cast<Index>(1);
+    const bool negative = is_negative(index);
     switch (mode) {
     case MODE_CLIP:
         return negative ? 0 : size - 1;
@@ -237,19 +243,16 @@ static inline int64_t axis_offset(const Gather &gather, int64_t place)
     return offset;
 }
 
-/* The CPU backend.
- *
- * Indices are resolved a block at a time: each is read once, checked, and turned into the address
- * of its row, which is prefetched. By the time the block is copied its rows are on their way, so
- * the misses overlap instead of following one another. */
+/* The CPU backend. */
 
-constexpr int64_t BLOCK = 256;
-constexpr int64_t PREFETCH_ABOVE_BYTES = 1 << 20;
-constexpr int64_t GRAIN_BYTES = 512 << 10; /* what is worth waking a thread for */
+constexpr int64_t GRAIN_BYTES = 512 << 10;   /* what is worth waking a thread for */
+constexpr int64_t PREFETCH_ABOVE_BYTES = 8 << 20;
+constexpr int64_t PREFETCH_DISTANCE = 24;    /* rows */
+constexpr size_t PREFETCH_BYTES = 256;       /* the rest of a row follows by itself */
 
 struct Work {
     const Gather *gather;
-    bool prefetch;
+    bool prefetch; /* the table is too large for the caches */
     pthread_mutex_t lock;
     const char *bad; /* the first index that is out of bounds, or NULL */
     char value[8];   /* what it was when it was read */
@@ -265,104 +268,142 @@ static void note_bad(Work *work, const char *index, const void *value)
     pthread_mutex_unlock(&work->lock);
 }
 
-/* Turns count indices into the addresses of their rows; returns how many came before a bad one. */
+/* Each index is read once, into a register, and what was checked is what is used: another thread
+ * may write to the indices meanwhile. */
 template <class Index>
-static int64_t resolve(Work *work, const char *indices, int64_t stride, const char *x,
-                       int64_t x_stride, int64_t count, const char **rows)
+static inline Index read_index(const char *at)
+{
+    Index index;
+    memcpy(&index, at, sizeof index);
+    return index;
+}
+
+/* One stretch of the innermost loop in mode "raise", along an axis of one stride. PACKED says that
+ * indices and rows follow one another, which lets the compiler see the strides. */
+template <class Index, int WIDTH, bool PACKED>
+static bool copy_checked(Work *work, const Loop &loop, char *out, const char *x,
+                         const char *indices, int64_t count)
 {
     const Gather &gather = *work->gather;
+    const size_t row_bytes = WIDTH > 0 ? WIDTH : static_cast<size_t>(gather.row_bytes);
+    const uint64_t size = static_cast<uint64_t>(gather.axis_size);
+    const int64_t axis_stride = axis_offset(gather, 1);
+    const int64_t out_step = PACKED ? static_cast<int64_t>(row_bytes) : loop.out;
+    const int64_t index_step = PACKED ? static_cast<int64_t>(sizeof(Index)) : loop.index;
+    const int64_t x_step = PACKED ? 0 : loop.x;
+    const int64_t ahead = work->prefetch ? PREFETCH_DISTANCE : count;
     for (int64_t i = 0; i < count; i++) {
-        Index index;
-        memcpy(&index, indices + i * stride, sizeof index);
-        int64_t place = place_of(index, gather.axis_size, gather.mode);
-        if (place >= 0) {
-            rows[i] = x + i * x_stride + axis_offset(gather, place);
-            if (work->prefetch) __builtin_prefetch(rows[i]);
-        } else if (gather.mode == MODE_FILL) {
-            rows[i] = gather.fill;
-        } else {
-            note_bad(work, indices + i * stride, &index);
-            return i;
+        if (i + ahead < count) {
+            /* A prefetch cannot fault, so this index may be anything. */
+            Index index = read_index<Index>(indices + (i + ahead) * index_step);
+            uintptr_t row = reinterpret_cast<uintptr_t>(x) +
+                            static_cast<uint64_t>(index) * static_cast<uint64_t>(axis_stride);
+            for (size_t byte = 0; byte < row_bytes && byte < PREFETCH_BYTES; byte += 64)
+                __builtin_prefetch(reinterpret_cast<const char *>(row + byte));
         }
-    }
-    return count;
-}
-
-template <int WIDTH>
-static void copy_rows_of(char *out, int64_t stride, const char *const *rows, int64_t count)
-{
-    for (int64_t i = 0; i < count; i++) memcpy(out + i * stride, rows[i], WIDTH);
-}
-
-static void copy_rows(char *out, int64_t stride, const char *const *rows, int64_t count,
-                      int64_t row_bytes)
-{
-    switch (row_bytes) {
-    case 1:
-        return copy_rows_of<1>(out, stride, rows, count);
-    case 2:
-        return copy_rows_of<2>(out, stride, rows, count);
-    case 4:
-        return copy_rows_of<4>(out, stride, rows, count);
-    case 8:
-        return copy_rows_of<8>(out, stride, rows, count);
-    case 16:
-        return copy_rows_of<16>(out, stride, rows, count);
-    default:
-        for (int64_t i = 0; i < count; i++)
-            memcpy(out + i * stride, rows[i], (size_t)row_bytes);
-    }
-}
-
-/* One stretch of the innermost loop; false if an index was bad. */
-template <class Index>
-static bool gather_stretch(Work *work, const Loop &loop, char *out, const char *x,
-                           const char *indices, int64_t count)
-{
-    const Gather &gather = *work->gather;
-    const char *rows[BLOCK];
-    if (loop.index == 0) { /* one index for them all: a strided copy */
-        if (resolve<Index>(work, indices, 0, x, 0, 1, rows) < 1) return false;
-        int64_t stride = rows[0] == gather.fill ? 0 : loop.x;
-        copy_items(out, loop.out, rows[0], stride, count, gather.row_bytes);
-        return true;
-    }
-    for (int64_t done = 0; done < count; done += BLOCK) {
-        int64_t block = count - done < BLOCK ? count - done : BLOCK;
-        int64_t good = resolve<Index>(work, indices + done * loop.index, loop.index,
-                                      x + done * loop.x, loop.x, block, rows);
-        if (good < block) return false;
-        copy_rows(out + done * loop.out, loop.out, rows, block, gather.row_bytes);
+        const Index index = read_index<Index>(indices + i * index_step);
+        uint64_t place = static_cast<uint64_t>(index);
+        if (is_negative(index)) place += size;
+        if (__builtin_expect(place >= size, 0)) {
+            note_bad(work, indices + i * index_step, &index);
+            return false;
+        }
+        memcpy(out + i * out_step, x + i * x_step + static_cast<int64_t>(place) * axis_stride,
+               row_bytes);
     }
     return true;
 }
 
-/* The rows begin..end of the output, in C order. */
+/* Any stretch in any mode. */
 template <class Index>
+static bool copy_any(Work *work, const Loop &loop, char *out, const char *x, const char *indices,
+                     int64_t count)
+{
+    const Gather &gather = *work->gather;
+    /* Where the loop does not move the indices, one serves the whole stretch. */
+    const int64_t same = loop.index == 0 ? count : 1;
+    for (int64_t i = 0; i < count; i += same) {
+        const Index index = read_index<Index>(indices + i * loop.index);
+        const int64_t place = place_of(index, gather.axis_size, gather.mode);
+        if (place < 0 && gather.mode != MODE_FILL) {
+            note_bad(work, indices + i * loop.index, &index);
+            return false;
+        }
+        const char *row = place < 0 ? gather.fill : x + i * loop.x + axis_offset(gather, place);
+        copy_items(out + i * loop.out, loop.out, row, place < 0 ? 0 : loop.x, same,
+                   gather.row_bytes);
+    }
+    return true;
+}
+
+/* The rows begin..end of the output, in C order. WIDTH is the length of a row, or 0 for any. */
+template <class Index, int WIDTH>
 static void gather_range(void *context, int64_t begin, int64_t end)
 {
     Work *work = static_cast<Work *>(context);
     const Gather &gather = *work->gather;
     const int inner = gather.ndim - 1;
-    const Loop &loop = gather.loops[inner];
-    while (begin < end) {
-        char *out = gather.out;
-        const char *x = gather.x, *indices = gather.indices;
-        int64_t rest = begin;
-        int64_t first = 0;
-        for (int i = inner; i >= 0; i--) {
-            const Loop &outer = gather.loops[i];
-            int64_t position = rest % outer.count;
-            if (i == inner) first = position;
-            rest /= outer.count;
-            out += position * outer.out;
-            x += position * outer.x;
-            indices += position * outer.index;
-        }
+    const Loop loop = gather.loops[inner];
+    auto copy = copy_any<Index>;
+    if (gather.mode == MODE_RAISE && gather.axis_ndim <= 1 && loop.index != 0)
+        copy = loop.out == gather.row_bytes && loop.index == (int64_t)sizeof(Index) && loop.x == 0
+                   ? copy_checked<Index, WIDTH, true>
+                   : copy_checked<Index, WIDTH, false>;
+
+    int64_t position[GPUOPS_MAX_DIMS];
+    char *out = gather.out;
+    const char *x = gather.x, *indices = gather.indices;
+    int64_t first = begin % loop.count, rest = begin / loop.count;
+    for (int i = inner - 1; i >= 0; i--) {
+        position[i] = rest % gather.loops[i].count;
+        rest /= gather.loops[i].count;
+        out += position[i] * gather.loops[i].out;
+        x += position[i] * gather.loops[i].x;
+        indices += position[i] * gather.loops[i].index;
+    }
+    for (;;) {
         int64_t count = loop.count - first;
         if (count > end - begin) count = end - begin;
-        if (!gather_stretch<Index>(work, loop, out, x, indices, count)) return;
+        if (!copy(work, loop, out + first * loop.out, x + first * loop.x,
+                  indices + first * loop.index, count))
+            return;
         begin += count;
+        if (begin == end) return;
+        first = 0;
+        for (int i = inner - 1; i >= 0; i--) { /* on to the next stretch */
+            const Loop &outer = gather.loops[i];
+            out += outer.out;
+            x += outer.x;
+            indices += outer.index;
+            if (++position[i] < outer.count) break;
+            position[i] = 0;
+            out -= outer.count * outer.out;
+            x -= outer.count * outer.x;
+            indices -= outer.count * outer.index;
+        }
+    }
+}
+
+template <class Index>
+static RangeFunction gather_range_for(int64_t row_bytes)
+{
+    switch (row_bytes) {
+    case 1:
+        return gather_range<Index, 1>;
+    case 2:
+        return gather_range<Index, 2>;
+    case 4:
+        return gather_range<Index, 4>;
+    case 8:
+        return gather_range<Index, 8>;
+    case 16:
+        return gather_range<Index, 16>;
+    case 32:
+        return gather_range<Index, 32>;
+    case 64:
+        return gather_range<Index, 64>;
+    default:
+        return gather_range<Index, 0>;
     }
 }
 
@@ -393,12 +434,12 @@ static Status gather_on_cpu(const Call *call, const Gather &gather, int64_t inde
         using Index = decltype(zero);
         int64_t rows = gather_rows(gather);
         /* The caller's own memory is not to be touched before all indices are known to be good. */
-        if (gather.mode == MODE_RAISE && (!call->out_is_fresh || rows == 0))
+        if (gather.mode == MODE_RAISE && (!call->out_is_fresh || rows * gather.row_bytes == 0))
             parallel_for(index_count, GRAIN_BYTES / (int64_t)sizeof(Index), check_range<Index>,
                          &work);
         if (work.bad == NULL && gather.row_bytes > 0)
-            parallel_for(rows, GRAIN_BYTES / (gather.row_bytes + 64) + 1, gather_range<Index>,
-                         &work);
+            parallel_for(rows, GRAIN_BYTES / (gather.row_bytes + 64) + 1,
+                         gather_range_for<Index>(gather.row_bytes), &work);
     });
     pthread_mutex_destroy(&work.lock);
     return work.bad == NULL ? STATUS_OK : index_error(call, gather, work.value);
@@ -1023,7 +1064,7 @@ static Status check_axis(Call *call)
     }
     if (call->axis < -ndim || call->axis >= ndim)
         return fail(STATUS_AXIS_ERROR, "axis %d is out of bounds for array of dimension %d",
-                    call->axis, ndim);
+                    call->axis, ndim == 0 ? 1 : ndim);
     if (call->axis < 0) call->axis += ndim;
     return STATUS_OK;
 }
@@ -1103,9 +1144,13 @@ Status plan_take(Call *call)
                     "Cannot cast array data from dtype('%s') to dtype('int64') according to the "
                     "rule 'safe'; indices must be integers: %s",
                     indices->dtype_name, TO_INTEGERS);
+    if (call->mode == MODE_FILL)
+        return fail(STATUS_VALUE_ERROR,
+                    "clipmode must be one of 'clip', 'raise', or 'wrap' (got 'fill'); gather has "
+                    "mode='fill'");
     status = plan_shape(call);
     if (status != STATUS_OK) return status;
-    if (call->mode != MODE_FILL && takes_from_nothing(call)) return fail_empty_take();
+    if (takes_from_nothing(call)) return fail_empty_take();
     /* numpy.take does not look at the indices where there is nothing before the axis. */
     if (!call->axis_is_none && count_of(&call->inputs[0], 0, call->axis) == 0)
         call->mode = MODE_CLIP;
