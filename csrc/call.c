@@ -178,7 +178,8 @@ static PyArrayObject *read_fill(PyObject *object, PyArrayObject *like)
         fill = (PyArrayObject *)PyArray_FromAny(object, descr, 0, GPUOPS_MAX_DIMS,
                                                 NPY_ARRAY_CARRAY | NPY_ARRAY_FORCECAST, NULL);
         if (fill != NULL && PyArray_NDIM(fill) != 0) {
-            PyErr_Format(PyExc_ValueError, "fill_value must be a scalar, not an array of %d dimensions",
+            PyErr_Format(PyExc_ValueError,
+                         "fill_value must be a scalar, not an array of %d dimensions",
                          PyArray_NDIM(fill));
             release(fill);
             fill = NULL;
@@ -258,8 +259,9 @@ static int set_attribute(PyObject *error, const char *name, PyObject *value)
 static void raise_device_error(PyObject *type, const char *op, int device)
 {
     const Failure *failure = last_failure();
-    PyObject *text = device >= 0 ? PyUnicode_FromFormat("%s on cuda:%d: %s", op, device, failure->text)
-                                 : PyUnicode_FromFormat("%s: %s", op, failure->text);
+    PyObject *text = device >= 0
+                         ? PyUnicode_FromFormat("%s on cuda:%d: %s", op, device, failure->text)
+                         : PyUnicode_FromFormat("%s: %s", op, failure->text);
     PyObject *error = text == NULL ? NULL : PyObject_CallFunctionObjArgs(type, text, NULL);
     Py_XDECREF(text);
     if (error == NULL) return;
@@ -312,10 +314,8 @@ void *raise_status(State *state, Status status, const char *op, int device)
 Status without_gil(Status (*work)(void *), void *context)
 {
     Status status;
-    Py_BEGIN_ALLOW_THREADS
-    status = work(context);
-    Py_END_ALLOW_THREADS
-    return status;
+    Py_BEGIN_ALLOW_THREADS status = work(context);
+    Py_END_ALLOW_THREADS return status;
 }
 
 typedef struct Work {
@@ -360,8 +360,8 @@ PyObject *call_operator(PyObject *module, int op, PyObject *const *args, Py_ssiz
         case ROLE_INPUT: {
             const char *name = PyUnicode_AsUTF8AndSize(parameter->name, NULL);
             if (name == NULL) goto done;
-            inputs[input] = strcmp(name, "indices") == 0 ? as_indices(value, name)
-                                                         : as_array(value, name);
+            inputs[input] =
+                strcmp(name, "indices") == 0 ? as_indices(value, name) : as_array(value, name);
             if (inputs[input] == NULL) goto done;
             if (fill_view(inputs[input], name, &call.inputs[input]) < 0) goto done;
             input++;

@@ -21,7 +21,15 @@
 enum { MAX_PARAMETERS = 16 };
 
 /* How an argument is read; its name in the signature decides. */
-typedef enum Role { ROLE_INPUT, ROLE_AXIS, ROLE_MODE, ROLE_FILL, ROLE_OUT, ROLE_DEVICE, ROLE_STREAM } Role;
+typedef enum Role {
+    ROLE_INPUT,
+    ROLE_AXIS,
+    ROLE_MODE,
+    ROLE_FILL,
+    ROLE_OUT,
+    ROLE_DEVICE,
+    ROLE_STREAM
+} Role;
 
 typedef struct Parameter {
     PyObject *name; /* interned */
@@ -32,10 +40,10 @@ typedef struct Parameter {
 /* An operator and what its signature says. */
 typedef struct Signature {
     Operator op;
-    int count;    /* parameters */
-    int inputs;   /* those that are arrays */
+    int count;  /* parameters */
+    int inputs; /* those that are arrays */
     int by_position;
-    int axis;     /* the default, unless it is None */
+    int axis; /* the default, unless it is None */
     bool axis_is_none;
     Parameter parameters[MAX_PARAMETERS];
 } Signature;

@@ -13,8 +13,9 @@ static int parse_device(const char *text, int *device)
         *device = DEVICE_CUDA;
     } else if (strcmp(text, "auto") == 0) {
         *device = DEVICE_AUTO;
-    } else if (strncmp(text, "cuda:", 5) == 0 && strspn(text + 5, "0123456789") == strlen(text + 5) &&
-               text[5] != '\0' && strlen(text + 5) < 6) {
+    } else if (strncmp(text, "cuda:", 5) == 0 &&
+               strspn(text + 5, "0123456789") == strlen(text + 5) && text[5] != '\0' &&
+               strlen(text + 5) < 6) {
         *device = atoi(text + 5);
     } else {
         return -1;
@@ -22,7 +23,8 @@ static int parse_device(const char *text, int *device)
     return 0;
 }
 
-static const char *const EXPECTED = "'cpu', 'cuda', 'cuda:0' (or another ordinal, also as an int) or 'auto'";
+static const char *const EXPECTED =
+    "'cpu', 'cuda', 'cuda:0' (or another ordinal, also as an int) or 'auto'";
 
 static int default_device(int *device)
 {
@@ -61,7 +63,8 @@ int read_device(PyObject *object, int *device)
     return -1;
 }
 
-/* Anything with __cuda_stream__, the protocol of cuda.core: a pair of its version and the handle. */
+/* Anything with __cuda_stream__, the protocol of cuda.core: a pair of its version and the handle.
+ */
 int read_stream(PyObject *object, void **stream)
 {
     *stream = NULL;
@@ -248,10 +251,9 @@ static PyObject *say_hello(PyObject *module, PyObject *args, PyObject *keywords)
     if (work.ran == NULL) return PyErr_NoMemory();
 
     Status status = without_gil(do_hello, &work);
-    PyObject *lines = status == STATUS_OK
-                          ? lines_of(&work)
-                          : raise_status(PyModule_GetState(module), status, "hello",
-                                         work.call.device);
+    PyObject *lines = status == STATUS_OK ? lines_of(&work)
+                                          : raise_status(PyModule_GetState(module), status, "hello",
+                                                         work.call.device);
     PyMem_Free(work.ran);
     return lines;
 }
@@ -272,7 +274,8 @@ PyMethodDef device_methods[] = {
     {"hello", (PyCFunction)(void (*)(void))say_hello, METH_VARARGS | METH_KEYWORDS,
      "hello($module, blocks=1, threads=3, *, device=None)\n--\n\n"
      "Print a line from every thread of a grid: the smoke test of a new machine.\n\n"
-     "On a GPU a kernel prints ``Hello World From GPU!`` from each of its threads, in the order in\n"
+     "On a GPU a kernel prints ``Hello World From GPU!`` from each of its threads, in the order "
+     "in\n"
      "which they get to it. Without one the lines come from the CPU, and say so.\n\n"
      "Parameters\n----------\n"
      "blocks : int\n    Number of blocks of the grid.\n"
@@ -293,6 +296,7 @@ PyMethodDef device_methods[] = {
     {"_device_info", device_info, METH_O,
      "_device_info($module, ordinal, /)\n--\n\n"
      "(name, major, minor, multiprocessors, memory_bytes) of a CUDA device."},
-    {"_config", config, METH_NOARGS, "_config($module)\n--\n\nWhat show_config reports, as a dict."},
+    {"_config", config, METH_NOARGS,
+     "_config($module)\n--\n\nWhat show_config reports, as a dict."},
     {NULL, NULL, 0, NULL},
 };

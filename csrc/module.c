@@ -40,12 +40,12 @@ static int execute(PyObject *module)
     import_array1(-1);
     State *state = PyModule_GetState(module);
 
-    state->device_error = add_exception(
-        module, "gpuops.DeviceError",
-        "The GPU cannot be used, or failed.\n\n"
-        "`code` and `name` are CUDA's (0 and '' where it took no part), `operator` is the function\n"
-        "that was called.",
-        PyExc_RuntimeError);
+    state->device_error = add_exception(module, "gpuops.DeviceError",
+                                        "The GPU cannot be used, or failed.\n\n"
+                                        "`code` and `name` are CUDA's (0 and '' where it took no "
+                                        "part), `operator` is the function\n"
+                                        "that was called.",
+                                        PyExc_RuntimeError);
     if (state->device_error == NULL) return -1;
     state->device_lost_error = add_exception(
         module, "gpuops.DeviceLostError",

@@ -104,7 +104,8 @@ PyArrayObject *as_array(PyObject *object, const char *name)
         }
         return (PyArrayObject *)Py_NewRef(object);
     }
-    if (PyObject_CheckBuffer(object) && !PyArray_CheckScalar(object)) return array_of_buffer(object);
+    if (PyObject_CheckBuffer(object) && !PyArray_CheckScalar(object))
+        return array_of_buffer(object);
     return (PyArrayObject *)PyArray_FromAny(object, NULL, 0, 0, 0, NULL);
 }
 

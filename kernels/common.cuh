@@ -33,10 +33,10 @@ struct Grid {
 
 /* Keeps the first failed CUDA call: `CUDA_TRY(cudaSetDevice(device));` returns its Status. */
 Status cuda_status(cudaError_t code, const char *call);
-#define CUDA_TRY(call)                                                                            \
-    do {                                                                                          \
-        cudaError_t code_ = (call);                                                               \
-        if (__builtin_expect(code_ != cudaSuccess, 0)) return cuda_status(code_, #call);          \
+#define CUDA_TRY(call)                                                                             \
+    do {                                                                                           \
+        cudaError_t code_ = (call);                                                                \
+        if (__builtin_expect(code_ != cudaSuccess, 0)) return cuda_status(code_, #call);           \
     } while (0)
 
 /* Makes a device current, and the one before it again. */
@@ -60,15 +60,17 @@ __global__ void __launch_bounds__(Body::MAX_THREADS) kernel(const __grid_constan
 }
 
 #ifdef GPUOPS_FAKE_CUDA
-/* Test builds run on a fake CUDA runtime (tests/faults/), which calls a kernel's host twin, the same
- * functor, once per block of the launch. */
-extern "C" void fake_cuda_twin(const void *kernel, void (*twin)(void **, unsigned, unsigned, unsigned));
+/* Test builds run on a fake CUDA runtime (tests/faults/), which calls a kernel's host twin, the
+ * same functor, once per block of the launch. */
+extern "C" void fake_cuda_twin(const void *kernel,
+                               void (*twin)(void **, unsigned, unsigned, unsigned));
 
 template <class Body>
 void twin(void **arguments, unsigned block, unsigned blocks, unsigned threads)
 {
     const Body &body = *static_cast<const Body *>(arguments[0]);
-    for (unsigned thread = 0; thread < threads; thread++) body(Thread{block, thread, blocks, threads});
+    for (unsigned thread = 0; thread < threads; thread++)
+        body(Thread{block, thread, blocks, threads});
 }
 #endif
 

@@ -245,10 +245,10 @@ static inline int64_t axis_offset(const Gather &gather, int64_t place)
 
 /* The CPU backend. */
 
-constexpr int64_t GRAIN_BYTES = 512 << 10;   /* what is worth waking a thread for */
+constexpr int64_t GRAIN_BYTES = 512 << 10; /* what is worth waking a thread for */
 constexpr int64_t PREFETCH_ABOVE_BYTES = 8 << 20;
-constexpr int64_t PREFETCH_DISTANCE = 24;    /* rows */
-constexpr size_t PREFETCH_BYTES = 256;       /* the rest of a row follows by itself */
+constexpr int64_t PREFETCH_DISTANCE = 24; /* rows */
+constexpr size_t PREFETCH_BYTES = 256;    /* the rest of a row follows by itself */
 
 struct Work {
     const Gather *gather;
@@ -467,7 +467,8 @@ struct DeviceLoop {
 };
 
 /* What lies where in device memory. The output's rows follow one another in the order of the loops.
- * Only the places begin..end of the axis are in memory; rows from elsewhere are left as they are. */
+ * Only the places begin..end of the axis are in memory; rows from elsewhere are left as they are.
+ */
 struct DeviceGather {
     char *out;
     const char *x;
@@ -504,17 +505,17 @@ struct GatherRows {
         for (int64_t first = thread.block * step; first < gather.rows;
              first += thread.blocks * step) {
             const Vector *source[ROWS_IN_FLIGHT];
-UNROLL
+            UNROLL
             for (int k = 0; k < ROWS_IN_FLIGHT; k++) {
                 const int64_t row = first + group + k * (int64_t)groups;
                 source[k] = row < gather.rows ? find(row) : nullptr;
             }
             for (int64_t v = lane; v < vectors; v += 1 << lanes_log2) {
                 Vector loaded[ROWS_IN_FLIGHT];
-UNROLL
+                UNROLL
                 for (int k = 0; k < ROWS_IN_FLIGHT; k++)
                     if (source[k] != nullptr) loaded[k] = source[k][v];
-UNROLL
+                UNROLL
                 for (int k = 0; k < ROWS_IN_FLIGHT; k++) {
                     const int64_t row = first + group + k * (int64_t)groups;
                     if (source[k] != nullptr)
@@ -545,8 +546,8 @@ UNROLL
             return reinterpret_cast<const Vector *>(gather.fill);
         }
         if (place < gather.axis_begin || place >= gather.axis_end) return nullptr;
-        return reinterpret_cast<const Vector *>(
-            gather.x + x + (place - gather.axis_begin) * gather.axis_stride);
+        return reinterpret_cast<const Vector *>(gather.x + x +
+                                                (place - gather.axis_begin) * gather.axis_stride);
     }
 
     template <class Unsigned>
@@ -595,8 +596,7 @@ static Status launch_gather(const DeviceGather &gather, int ndim, const DeviceLo
     body.ndim = ndim;
     for (int i = 0; i < ndim; i++) body.loops[i] = loops[i];
     body.lanes_log2 = 0;
-    while (body.lanes_log2 < 5 &&
-           (int64_t)sizeof(Vector) << body.lanes_log2 < gather.row_bytes)
+    while (body.lanes_log2 < 5 && (int64_t)sizeof(Vector) << body.lanes_log2 < gather.row_bytes)
         body.lanes_log2++;
     const int64_t rows_per_block = (THREADS >> body.lanes_log2) * ROWS_IN_FLIGHT;
     return launch(body, Grid{blocks_for(gather.rows, rows_per_block), THREADS}, stream);
@@ -677,14 +677,16 @@ static Box index_box(const Gather &gather)
 {
     Box box = {gather.indices, gather.index_bytes, 0, {}, {}};
     for (int i = 0; i < gather.ndim; i++)
-        if (gather.loops[i].index != 0) box_append(&box, gather.loops[i].count, gather.loops[i].index);
+        if (gather.loops[i].index != 0)
+            box_append(&box, gather.loops[i].count, gather.loops[i].index);
     return box;
 }
 
 static Box out_box(const Gather &gather)
 {
     Box box = {gather.out, gather.row_bytes, 0, {}, {}};
-    for (int i = 0; i < gather.ndim; i++) box_append(&box, gather.loops[i].count, gather.loops[i].out);
+    for (int i = 0; i < gather.ndim; i++)
+        box_append(&box, gather.loops[i].count, gather.loops[i].out);
     return box;
 }
 
@@ -842,8 +844,8 @@ static Status gather_tile(const Call *call, Arena *arena, const Gather &gather)
         if (!same_table(*arena, table, begin, end)) {
             /* Parts of the axis are taken only where it is all that x consists of. */
             const bool all = axis_step == gather.axis_size;
-            status = box_upload(table, all ? 0 : begin, all ? box_items(table) : end, x,
-                                arena->stream);
+            status =
+                box_upload(table, all ? 0 : begin, all ? box_items(table) : end, x, arena->stream);
             arena->table = table;
             arena->table_begin = begin;
             arena->table_end = end;
@@ -1007,9 +1009,9 @@ static Status run(const Call *call, Gather *gather)
             for (int64_t at = 0; at < gather->row_bytes; at += item_bytes)
                 memcpy(fill + at, call->fill, (size_t)item_bytes);
         else
-            status = fail(STATUS_MEMORY_ERROR,
-                          "out of host memory: %lld bytes for a row of fill_value",
-                          (long long)gather->row_bytes);
+            status =
+                fail(STATUS_MEMORY_ERROR, "out of host memory: %lld bytes for a row of fill_value",
+                     (long long)gather->row_bytes);
     }
     if (status == STATUS_OK)
         status = call->device == DEVICE_CPU ? gather_on_cpu(call, *gather, index_count)
@@ -1144,13 +1146,9 @@ Status plan_take(Call *call)
                     "Cannot cast array data from dtype('%s') to dtype('int64') according to the "
                     "rule 'safe'; indices must be integers: %s",
                     indices->dtype_name, TO_INTEGERS);
-    if (call->mode == MODE_FILL)
-        return fail(STATUS_VALUE_ERROR,
-                    "clipmode must be one of 'clip', 'raise', or 'wrap' (got 'fill'); gather has "
-                    "mode='fill'");
     status = plan_shape(call);
     if (status != STATUS_OK) return status;
-    if (takes_from_nothing(call)) return fail_empty_take();
+    if (call->mode != MODE_FILL && takes_from_nothing(call)) return fail_empty_take();
     /* numpy.take does not look at the indices where there is nothing before the axis. */
     if (!call->axis_is_none && count_of(&call->inputs[0], 0, call->axis) == 0)
         call->mode = MODE_CLIP;
@@ -1168,7 +1166,9 @@ static Status fail_broadcast(const Call *call)
             int64_t size = i == call->axis ? indices->shape[j] : i == j ? x->shape[j] : 1;
             used += (size_t)snprintf(shapes + used, sizeof shapes - used, "%s%lld%s",
                                      j == 0 ? "(" : ",", (long long)size,
-                                     j < x->ndim - 1 ? "" : x->ndim == 1 ? ",) " : ") ");
+                                     j < x->ndim - 1 ? ""
+                                     : x->ndim == 1  ? ",) "
+                                                     : ") ");
         }
     }
     return fail(STATUS_INDEX_ERROR,

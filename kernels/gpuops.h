@@ -32,8 +32,8 @@ typedef enum Status {
 
 /* What the last failed call on this thread had to say. */
 typedef struct Failure {
-    int cuda_code;        /* cudaError_t, or 0 where CUDA took no part */
-    char cuda_name[64];   /* "cudaErrorIllegalAddress", or "" */
+    int cuda_code;      /* cudaError_t, or 0 where CUDA took no part */
+    char cuda_name[64]; /* "cudaErrorIllegalAddress", or "" */
     char text[768];
 } Failure;
 
@@ -89,7 +89,8 @@ typedef struct View {
     const char *dtype_name;
 } View;
 
-/* What becomes of an index outside its axis: NumPy's three modes, and fill (as in jax.numpy.take). */
+/* What becomes of an index outside its axis: NumPy's three modes, and fill (as in jax.numpy.take).
+ */
 typedef enum Mode { MODE_RAISE, MODE_WRAP, MODE_CLIP, MODE_FILL } Mode;
 
 /* One call of one operator. csrc/call.c fills in the operands and options; plan_<name> checks them
@@ -97,26 +98,26 @@ typedef enum Mode { MODE_RAISE, MODE_WRAP, MODE_CLIP, MODE_FILL } Mode;
 typedef struct Call {
     const struct Operator *op;
     View inputs[GPUOPS_MAX_INPUTS];
-    View out;             /* plan sets dtype, item_bytes, ndim and shape; csrc sets the memory */
-    bool out_is_fresh;    /* false: the caller's own memory, which an error must leave as it was */
-    int axis;             /* plan turns a negative axis into a positive one */
-    bool axis_is_none;    /* the array counts as flattened */
+    View out;          /* plan sets dtype, item_bytes, ndim and shape; csrc sets the memory */
+    bool out_is_fresh; /* false: the caller's own memory, which an error must leave as it was */
+    int axis;          /* plan turns a negative axis into a positive one */
+    bool axis_is_none; /* the array counts as flattened */
     Mode mode;
-    const void *fill;     /* one element for MODE_FILL */
+    const void *fill; /* one element for MODE_FILL */
     int device;
-    void *stream;         /* cudaStream_t; NULL is the legacy default stream */
+    void *stream; /* cudaStream_t; NULL is the legacy default stream */
 } Call;
 
 typedef struct Operator {
     const char *name;
-    const char *signature;   /* as Python writes it, between the parentheses */
+    const char *signature; /* as Python writes it, between the parentheses */
     Status (*plan)(Call *);
     Status (*run)(Call *);
 } Operator;
 
 /* plan is for the caller's faults, run for the machine's (and for bad index values). */
-#define OPERATOR(name, stem, signature, doc)                                                      \
-    Status plan_##name(Call *call);                                                               \
+#define OPERATOR(name, stem, signature, doc)                                                       \
+    Status plan_##name(Call *call);                                                                \
     Status run_##name(Call *call);
 #include "ops.def"
 #undef OPERATOR
@@ -129,11 +130,11 @@ typedef struct DeviceInfo {
     int64_t memory_bytes;
 } DeviceInfo;
 
-Status cuda_device_count(int *count);                  /* never 0: a failure says why there is none */
+Status cuda_device_count(int *count); /* never 0: a failure says why there is none */
 Status cuda_current_device(int *device);
 Status cuda_device_info(int device, DeviceInfo *info);
-int cuda_runtime_version(void);                        /* 13000 is 13.0; 0: built without CUDA */
-int cuda_driver_version(void);                         /* the newest CUDA it can run; 0: no driver */
+int cuda_runtime_version(void); /* 13000 is 13.0; 0: built without CUDA */
+int cuda_driver_version(void);  /* the newest CUDA it can run; 0: no driver */
 
 /* Every thread t of every block b of a grid prints a line and sets ran[b * threads + t]. */
 Status hello(int device, int64_t blocks, int64_t threads, unsigned char *ran);

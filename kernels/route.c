@@ -20,8 +20,8 @@ Status choose_device(Call *call, int wanted)
         } else if (wanted >= count) {
             return fail(STATUS_DEVICE_ERROR,
                         "there is no cuda:%d: this process sees %d CUDA device%s, cuda:0%s%.0d",
-                        wanted, count, count == 1 ? "" : "s", count == 1 ? "" : " to cuda:",
-                        count - 1);
+                        wanted, count, count == 1 ? "" : "s",
+                        count == 1 ? "" : " to cuda:", count - 1);
         }
     }
     call->device = wanted;

@@ -58,9 +58,9 @@ Status cuda_status(cudaError_t code, const char *call)
              cudaGetErrorName(code), (int)code, cudaGetErrorString(code),
              fatal ? "; the GPU is lost to this process: start a new one, or use device=\"cpu\""
                    : "");
-    Status status = fatal                                ? STATUS_DEVICE_LOST
+    Status status = fatal                               ? STATUS_DEVICE_LOST
                     : code == cudaErrorMemoryAllocation ? STATUS_MEMORY_ERROR
-                                                         : STATUS_DEVICE_ERROR;
+                                                        : STATUS_DEVICE_ERROR;
     return fail_cuda(status, code, cudaGetErrorName(code), text);
 }
 
@@ -75,9 +75,10 @@ static void note_fork(void)
 static Status explain_absence(cudaError_t code)
 {
     int driver = 0, runtime = 0;
-    cudaDriverGetVersion(&driver);
-    cudaRuntimeGetVersion(&runtime);
-    cudaGetLastError();
+    /* What they leave at 0 on failure is what is meant. */
+    (void)cudaDriverGetVersion(&driver);
+    (void)cudaRuntimeGetVersion(&runtime);
+    (void)cudaGetLastError();
     const char *name = cudaGetErrorName(code);
     char text[512];
     if (code == cudaErrorInsufficientDriver && driver == 0)

@@ -19,9 +19,9 @@ static struct {
     pthread_mutex_t taken; /* held for the length of one loop */
     pthread_mutex_t lock;  /* guards all that follows, but for next */
     pthread_cond_t wake, idle;
-    int workers;           /* threads started */
-    int active;            /* threads now inside the loop */
-    bool open;             /* there is a loop to join */
+    int workers; /* threads started */
+    int active;  /* threads now inside the loop */
+    bool open;   /* there is a loop to join */
     uint64_t round;
     RangeFunction function;
     void *context;
