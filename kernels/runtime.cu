@@ -74,11 +74,8 @@ static void note_fork(void)
 /* Why cudaGetDeviceCount failed, in words that name the cure. */
 static Status explain_absence(cudaError_t code)
 {
-    int driver = 0, runtime = 0;
-    /* What they leave at 0 on failure is what is meant. */
-    (void)cudaDriverGetVersion(&driver);
-    (void)cudaRuntimeGetVersion(&runtime);
     (void)cudaGetLastError();
+    const int driver = cuda_driver_version(), runtime = cuda_runtime_version();
     const char *name = cudaGetErrorName(code);
     char text[512];
     if (code == cudaErrorInsufficientDriver && driver == 0)

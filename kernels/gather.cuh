@@ -1,0 +1,127 @@
+/* gather, take and take_along_axis: out[...] = x[at(index)], a row of bytes at a time.
+ *
+ * One description serves all three. The output is a nest of loops; each loop moves a pointer into
+ * out, and perhaps one into x and one into the indices:
+ *
+ *     gather along an axis     loops over x's outer dimensions    move out, x
+ *                              loops over the indices             move out, indices
+ *                              loops over x's inner dimensions    move out, x
+ *     take_along_axis          loops over all dimensions          move out, x and indices
+ *                              but the axis                       moves out, indices
+ *
+ * and the index itself moves x along the axis. Loops that lie next to each other in all three
+ * arrays become one, and the contiguous tail becomes a row of bytes, so that gathering rows from a
+ * C-ordered table ends up as one loop over rows, whatever its dtype and number of dimensions.
+ *
+ * Both backends walk this description: the CPU on the caller's memory as it lies, the GPU on packed
+ * copies, tile by tile where they do not fit. */
+#ifndef GPUOPS_GATHER_CUH
+#define GPUOPS_GATHER_CUH
+
+#include "common.cuh"
+
+struct Loop {
+    int64_t count;
+    int64_t out, x, index; /* strides in bytes */
+};
+
+struct Gather {
+    char *out;
+    char *x;
+    char *indices; /* C-contiguous */
+    Dtype index_dtype;
+    int64_t index_bytes;
+    int64_t row_bytes;
+    int ndim; /* at least 1 */
+    Loop loops[GPUOPS_MAX_DIMS];
+    int64_t axis_size;
+    int axis_before; /* the loop before which the axis stands in x */
+    int axis_ndim;   /* more than 1 only for a strided array that counts as flattened */
+    int64_t axis_counts[GPUOPS_MAX_DIMS];
+    int64_t axis_strides[GPUOPS_MAX_DIMS];
+    Mode mode;
+    const char *fill; /* one row */
+};
+
+template <class Index>
+HOST_DEVICE inline bool is_negative(Index index)
+{
+    const bool is_signed = static_cast<Index>(-1) < static_cast<Index>(1);
+    return is_signed && index < static_cast<Index>(is_signed ? 0 : 1);
+}
+
+/* The place along the axis that an index means, or -1 where it means none. One unsigned comparison
+ * sees both ends; the remainder makes wrap take the same time for any index. */
+template <class Index>
+HOST_DEVICE inline int64_t place_of(Index index, int64_t size, Mode mode)
+{
+    uint64_t place = static_cast<uint64_t>(index);
+    const uint64_t count = static_cast<uint64_t>(size);
+    if (place < count) return static_cast<int64_t>(place);
+    const bool negative = is_negative(index);
+    switch (mode) {
+    case MODE_CLIP:
+        return negative ? 0 : size - 1;
+    case MODE_WRAP:
+        if (!negative) return static_cast<int64_t>(place % count);
+        return size - 1 - static_cast<int64_t>(~place % count);
+    default:
+        if (!negative) return -1;
+        place += count;
+        return place < count ? static_cast<int64_t>(place) : -1;
+    }
+}
+
+/* Calls function with a zero of the type that the dtype names. */
+template <class Function>
+static void with_index_type(Dtype dtype, const Function &function)
+{
+    switch (dtype) {
+    case DTYPE_INT8:
+        return function(int8_t());
+    case DTYPE_INT16:
+        return function(int16_t());
+    case DTYPE_INT32:
+        return function(int32_t());
+    case DTYPE_UINT8:
+        return function(uint8_t());
+    case DTYPE_UINT16:
+        return function(uint16_t());
+    case DTYPE_UINT32:
+        return function(uint32_t());
+    case DTYPE_UINT64:
+        return function(uint64_t());
+    default:
+        return function(int64_t());
+    }
+}
+
+static inline int64_t gather_rows(const Gather &gather)
+{
+    int64_t rows = 1;
+    for (int i = 0; i < gather.ndim; i++) rows *= gather.loops[i].count;
+    return rows;
+}
+
+/* How far along the axis a place lies, in bytes. */
+static inline int64_t axis_offset(const Gather &gather, int64_t place)
+{
+    if (gather.axis_ndim == 1) return place * gather.axis_strides[0];
+    int64_t offset = 0;
+    for (int i = gather.axis_ndim - 1; i >= 0; i--) {
+        offset += place % gather.axis_counts[i] * gather.axis_strides[i];
+        place /= gather.axis_counts[i];
+    }
+    return offset;
+}
+
+/* gather.cu */
+void add_loop(Gather *gather, int64_t count, int64_t out, int64_t x, int64_t index);
+void end_loops(Gather *gather);
+Status index_error(const Call *call, const Gather &gather, const void *index);
+
+/* gather_cpu.cu and gather_cuda.cu */
+Status gather_on_cpu(const Call *call, const Gather &gather, int64_t index_count);
+Status gather_on_cuda(const Call *call, const Gather &gather, int64_t index_count);
+
+#endif

@@ -1,0 +1,206 @@
+/* gather on the CPU: every worker takes stretches of the output, and reads x where it lies. */
+#include "gather.cuh"
+#include "transfer.cuh"
+
+#include <pthread.h>
+#include <string.h>
+
+constexpr int64_t GRAIN_BYTES = 512 << 10; /* what is worth waking a thread for */
+constexpr int64_t PREFETCH_ABOVE_BYTES = 8 << 20;
+constexpr int64_t PREFETCH_DISTANCE = 24; /* rows */
+constexpr size_t PREFETCH_BYTES = 256;    /* the rest of a row follows by itself */
+
+struct Work {
+    const Gather *gather;
+    bool prefetch; /* the table is too large for the caches */
+    pthread_mutex_t lock;
+    const char *bad; /* the first index that is out of bounds, or NULL */
+    char value[8];   /* what it was when it was read */
+};
+
+static void note_bad(Work *work, const char *index, const void *value)
+{
+    pthread_mutex_lock(&work->lock);
+    if (work->bad == NULL || index < work->bad) {
+        work->bad = index;
+        memcpy(work->value, value, (size_t)work->gather->index_bytes);
+    }
+    pthread_mutex_unlock(&work->lock);
+}
+
+/* Each index is read once, into a register, and what was checked is what is used: another thread
+ * may write to the indices meanwhile. */
+template <class Index>
+static inline Index read_index(const char *at)
+{
+    Index index;
+    memcpy(&index, at, sizeof index);
+    return index;
+}
+
+/* One stretch of the innermost loop in mode "raise", along an axis of one stride. PACKED says that
+ * indices and rows follow one another, which lets the compiler see the strides. */
+template <class Index, int WIDTH, bool PACKED>
+static bool copy_checked(Work *work, const Loop &loop, char *out, const char *x,
+                         const char *indices, int64_t count)
+{
+    const Gather &gather = *work->gather;
+    const size_t row_bytes = WIDTH > 0 ? WIDTH : static_cast<size_t>(gather.row_bytes);
+    const uint64_t size = static_cast<uint64_t>(gather.axis_size);
+    const int64_t axis_stride = axis_offset(gather, 1);
+    const int64_t out_step = PACKED ? static_cast<int64_t>(row_bytes) : loop.out;
+    const int64_t index_step = PACKED ? static_cast<int64_t>(sizeof(Index)) : loop.index;
+    const int64_t x_step = PACKED ? 0 : loop.x;
+    const int64_t ahead = work->prefetch ? PREFETCH_DISTANCE : count;
+    for (int64_t i = 0; i < count; i++) {
+        if (i + ahead < count) {
+            /* A prefetch cannot fault, so this index may be anything. */
+            Index index = read_index<Index>(indices + (i + ahead) * index_step);
+            uintptr_t row = reinterpret_cast<uintptr_t>(x) +
+                            static_cast<uint64_t>(index) * static_cast<uint64_t>(axis_stride);
+            for (size_t byte = 0; byte < row_bytes && byte < PREFETCH_BYTES; byte += 64)
+                __builtin_prefetch(reinterpret_cast<const char *>(row + byte));
+        }
+        const Index index = read_index<Index>(indices + i * index_step);
+        uint64_t place = static_cast<uint64_t>(index);
+        if (is_negative(index)) place += size;
+        if (__builtin_expect(place >= size, 0)) {
+            note_bad(work, indices + i * index_step, &index);
+            return false;
+        }
+        memcpy(out + i * out_step, x + i * x_step + static_cast<int64_t>(place) * axis_stride,
+               row_bytes);
+    }
+    return true;
+}
+
+/* Any stretch in any mode. */
+template <class Index>
+static bool copy_any(Work *work, const Loop &loop, char *out, const char *x, const char *indices,
+                     int64_t count)
+{
+    const Gather &gather = *work->gather;
+    /* Where the loop does not move the indices, one serves the whole stretch. */
+    const int64_t same = loop.index == 0 ? count : 1;
+    for (int64_t i = 0; i < count; i += same) {
+        const Index index = read_index<Index>(indices + i * loop.index);
+        const int64_t place = place_of(index, gather.axis_size, gather.mode);
+        if (place < 0 && gather.mode != MODE_FILL) {
+            note_bad(work, indices + i * loop.index, &index);
+            return false;
+        }
+        const char *row = place < 0 ? gather.fill : x + i * loop.x + axis_offset(gather, place);
+        copy_items(out + i * loop.out, loop.out, row, place < 0 ? 0 : loop.x, same,
+                   gather.row_bytes);
+    }
+    return true;
+}
+
+/* The rows begin..end of the output, in C order. WIDTH is the length of a row, or 0 for any. */
+template <class Index, int WIDTH>
+static void gather_range(void *context, int64_t begin, int64_t end)
+{
+    Work *work = static_cast<Work *>(context);
+    const Gather &gather = *work->gather;
+    const int inner = gather.ndim - 1;
+    const Loop loop = gather.loops[inner];
+    auto copy = copy_any<Index>;
+    if (gather.mode == MODE_RAISE && gather.axis_ndim <= 1 && loop.index != 0)
+        copy = loop.out == gather.row_bytes && loop.index == (int64_t)sizeof(Index) && loop.x == 0
+                   ? copy_checked<Index, WIDTH, true>
+                   : copy_checked<Index, WIDTH, false>;
+
+    int64_t position[GPUOPS_MAX_DIMS];
+    char *out = gather.out;
+    const char *x = gather.x, *indices = gather.indices;
+    int64_t first = begin % loop.count, rest = begin / loop.count;
+    for (int i = inner - 1; i >= 0; i--) {
+        position[i] = rest % gather.loops[i].count;
+        rest /= gather.loops[i].count;
+        out += position[i] * gather.loops[i].out;
+        x += position[i] * gather.loops[i].x;
+        indices += position[i] * gather.loops[i].index;
+    }
+    for (;;) {
+        int64_t count = loop.count - first;
+        if (count > end - begin) count = end - begin;
+        if (!copy(work, loop, out + first * loop.out, x + first * loop.x,
+                  indices + first * loop.index, count))
+            return;
+        begin += count;
+        if (begin == end) return;
+        first = 0;
+        for (int i = inner - 1; i >= 0; i--) { /* on to the next stretch */
+            const Loop &outer = gather.loops[i];
+            out += outer.out;
+            x += outer.x;
+            indices += outer.index;
+            if (++position[i] < outer.count) break;
+            position[i] = 0;
+            out -= outer.count * outer.out;
+            x -= outer.count * outer.x;
+            indices -= outer.count * outer.index;
+        }
+    }
+}
+
+template <class Index>
+static RangeFunction gather_range_for(int64_t row_bytes)
+{
+    switch (row_bytes) {
+    case 1:
+        return gather_range<Index, 1>;
+    case 2:
+        return gather_range<Index, 2>;
+    case 4:
+        return gather_range<Index, 4>;
+    case 8:
+        return gather_range<Index, 8>;
+    case 16:
+        return gather_range<Index, 16>;
+    case 32:
+        return gather_range<Index, 32>;
+    case 64:
+        return gather_range<Index, 64>;
+    default:
+        return gather_range<Index, 0>;
+    }
+}
+
+template <class Index>
+static void check_range(void *context, int64_t begin, int64_t end)
+{
+    Work *work = static_cast<Work *>(context);
+    const Gather &gather = *work->gather;
+    for (int64_t i = begin; i < end; i++) {
+        const char *place = gather.indices + i * (int64_t)sizeof(Index);
+        Index index;
+        memcpy(&index, place, sizeof index);
+        if (place_of(index, gather.axis_size, MODE_RAISE) < 0) {
+            note_bad(work, place, &index);
+            return;
+        }
+    }
+}
+
+Status gather_on_cpu(const Call *call, const Gather &gather, int64_t index_count)
+{
+    double table_bytes = (double)gather.axis_size * (double)gather.row_bytes;
+    for (int i = 0; i < gather.ndim; i++)
+        if (gather.loops[i].x != 0) table_bytes *= (double)gather.loops[i].count;
+    Work work = {&gather, table_bytes > PREFETCH_ABOVE_BYTES, PTHREAD_MUTEX_INITIALIZER, NULL, ""};
+
+    with_index_type(gather.index_dtype, [&](auto zero) {
+        using Index = decltype(zero);
+        int64_t rows = gather_rows(gather);
+        /* The caller's own memory is not to be touched before all indices are known to be good. */
+        if (gather.mode == MODE_RAISE && (!call->out_is_fresh || rows * gather.row_bytes == 0))
+            parallel_for(index_count, GRAIN_BYTES / (int64_t)sizeof(Index), check_range<Index>,
+                         &work);
+        if (work.bad == NULL && gather.row_bytes > 0)
+            parallel_for(rows, GRAIN_BYTES / (gather.row_bytes + 64) + 1,
+                         gather_range_for<Index>(gather.row_bytes), &work);
+    });
+    pthread_mutex_destroy(&work.lock);
+    return work.bad == NULL ? STATUS_OK : index_error(call, gather, work.value);
+}
