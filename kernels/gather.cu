@@ -204,7 +204,12 @@ void end_loops(Gather *gather)
             gather->ndim--;
         }
     }
+    /* A loop from before the axis may have become one with a loop behind it, or with the row. */
+    if (gather->axis_before > gather->ndim) gather->axis_before = gather->ndim;
     if (gather->ndim == 0) gather->loops[gather->ndim++] = {1, 0, 0, 0};
+    /* The axis of a broadcast array has one place in memory, whatever its size. */
+    if (gather->axis_ndim == 1 && gather->axis_strides[0] == 0 && gather->axis_size > 0)
+        gather->axis_ndim = 0;
 }
 
 static void add_axis(Gather *gather, int64_t count, int64_t stride)

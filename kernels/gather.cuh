@@ -36,7 +36,7 @@ struct Gather {
     Loop loops[GPUOPS_MAX_DIMS];
     int64_t axis_size;
     int axis_before; /* the loop before which the axis stands in x */
-    int axis_ndim;   /* more than 1 only for a strided array that counts as flattened */
+    int axis_ndim;   /* 0: it moves nothing; more than 1: a strided array that counts as flat */
     int64_t axis_counts[GPUOPS_MAX_DIMS];
     int64_t axis_strides[GPUOPS_MAX_DIMS];
     Mode mode;

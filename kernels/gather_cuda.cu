@@ -263,6 +263,12 @@ static bool same_table(const Arena &arena, const Box &box, int64_t begin, int64_
            memcmp(table.strides, box.strides, bytes) == 0;
 }
 
+/* How many places the axis has in memory. */
+static int64_t axis_places(const Gather &gather)
+{
+    return gather.axis_ndim > 0 ? gather.axis_size : 1;
+}
+
 /* What a tile takes besides the table. */
 static int64_t bytes_beside_table(const Gather &gather)
 {
@@ -296,8 +302,11 @@ static void describe_on_device(const Gather &gather, int64_t axis_count, Gather 
     }
 
     packed->ndim = 0;
+    packed->axis_before = 0;
     packed->row_bytes = gather.row_bytes;
-    packed->axis_strides[0] = axis_stride;
+    packed->axis_size = gather.axis_size;
+    packed->axis_ndim = gather.axis_ndim > 0 ? 1 : 0;
+    packed->axis_strides[0] = gather.axis_ndim > 0 ? axis_stride : 0;
     int64_t out_stride = gather_rows(gather) * gather.row_bytes;
     for (int i = 0; i < gather.ndim; i++) {
         out_stride /= gather.loops[i].count;
@@ -363,13 +372,14 @@ static Status gather_tile(const Call *call, Arena *arena, const Gather &gather)
     const Box table = table_box(gather);
     const int64_t whole = table_bytes(gather);
     const int64_t beside = bytes_beside_table(gather);
-    int64_t axis_step = gather.axis_size; /* places of the axis that are in memory at a time */
+    const int64_t places = axis_places(gather);
+    const int64_t place_bytes = places > 0 ? whole / places : 0;
+    int64_t step = places; /* how many places of the axis are in device memory at a time */
     if (aligned(whole) + beside > arena->bytes)
-        axis_step = (arena->bytes - beside - ALIGNMENT) / (whole / gather.axis_size);
-    const int64_t place_bytes = gather.axis_size > 0 ? whole / gather.axis_size : 0;
+        step = (arena->bytes - beside - ALIGNMENT) / place_bytes;
 
     Gather packed;
-    describe_on_device(gather, axis_step, &packed);
+    describe_on_device(gather, step, &packed);
     DeviceGather device;
     device.rows = gather_rows(packed);
     device.row_bytes = packed.row_bytes;
@@ -383,7 +393,7 @@ static Status gather_tile(const Call *call, Arena *arena, const Gather &gather)
         loops[i] = {packed.loops[i].count, packed.loops[i].x, packed.loops[i].index};
 
     arena->used = 0;
-    char *x = take(arena, axis_step * place_bytes);
+    char *x = take(arena, step * place_bytes);
     const Box indices = index_box(gather), out = out_box(gather);
     char *device_indices = take(arena, box_items(indices) * gather.index_bytes);
     device.out = take(arena, device.rows * device.row_bytes);
@@ -400,13 +410,13 @@ static Status gather_tile(const Call *call, Arena *arena, const Gather &gather)
     if (status == STATUS_OK && gather.mode == MODE_RAISE)
         status = clear_on_device(arena->first_bad, 0xFF, sizeof(Position), arena->stream);
 
-    for (int64_t begin = 0; status == STATUS_OK; begin += axis_step) {
-        int64_t end = begin + axis_step < gather.axis_size ? begin + axis_step : gather.axis_size;
+    for (int64_t begin = 0; status == STATUS_OK; begin += step) {
+        int64_t end = begin + step < places ? begin + step : places;
         device.axis_begin = begin;
-        device.axis_end = end;
+        device.axis_end = gather.axis_ndim > 0 ? end : gather.axis_size;
         if (!same_table(*arena, table, begin, end)) {
             /* Parts of the axis are taken only where it is all that x consists of. */
-            const bool all = axis_step == gather.axis_size;
+            const bool all = step == places;
             status =
                 box_upload(table, all ? 0 : begin, all ? box_items(table) : end, x, arena->stream);
             arena->table = table;
@@ -415,7 +425,7 @@ static Status gather_tile(const Call *call, Arena *arena, const Gather &gather)
         }
         if (status == STATUS_OK)
             status = launch_gather_rows(device, packed.ndim, loops, arena->stream);
-        if (end >= gather.axis_size) break;
+        if (end >= places) break;
     }
     if (status == STATUS_OK && gather.mode == MODE_RAISE)
         status = check_first_bad(call, gather, *arena, device_indices);
@@ -443,7 +453,7 @@ static Status gather_tiles(const Call *call, Arena *arena, const Gather &gather)
         loop = of_table;
     else if (beside > half)
         loop = of_indices >= 0 ? of_indices : other;
-    else if (gather.axis_size > 0 && table / gather.axis_size <= half)
+    else if (axis_places(gather) > 0 && table / axis_places(gather) <= half)
         return gather_tile(call, arena, gather);
 
     Gather first = gather, second = gather;
@@ -483,8 +493,10 @@ static Status open_arena(Arena *arena, int device, int64_t wanted)
     for (;;) {
         void *memory;
         Status status = device_allocate(device, arena->bytes + ALIGNMENT, arena->stream, &memory);
-        arena->memory = static_cast<char *>(memory);
-        arena->first_bad = reinterpret_cast<Position *>(arena->memory + arena->bytes);
+        if (status == STATUS_OK) {
+            arena->memory = static_cast<char *>(memory);
+            arena->first_bad = reinterpret_cast<Position *>(arena->memory + arena->bytes);
+        }
         if (status != STATUS_MEMORY_ERROR || arena->bytes <= LEAST_ARENA_BYTES) return status;
         arena->bytes = aligned(arena->bytes / 2);
         if (arena->bytes < LEAST_ARENA_BYTES) arena->bytes = LEAST_ARENA_BYTES;
