@@ -63,7 +63,8 @@ __global__ void __launch_bounds__(Body::MAX_THREADS) kernel(const __grid_constan
 /* Test builds run on a fake CUDA runtime (tests/faults/), which calls a kernel's host twin, the
  * same functor, once per block of the launch. */
 extern "C" void fake_cuda_twin(const void *kernel,
-                               void (*twin)(void **, unsigned, unsigned, unsigned));
+                               void (*twin)(void **, unsigned, unsigned, unsigned),
+                               unsigned most_threads);
 
 template <class Body>
 void twin(void **arguments, unsigned block, unsigned blocks, unsigned threads)
@@ -80,7 +81,7 @@ Status launch(const Body &body, Grid grid, void *stream)
 {
     const void *symbol = reinterpret_cast<const void *>(&kernel<Body>);
 #ifdef GPUOPS_FAKE_CUDA
-    fake_cuda_twin(symbol, twin<Body>);
+    fake_cuda_twin(symbol, twin<Body>, Body::MAX_THREADS);
 #endif
     void *arguments[] = {const_cast<Body *>(&body)};
     return launch_kernel(symbol, grid, arguments, stream);

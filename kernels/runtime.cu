@@ -75,19 +75,20 @@ static void note_fork(void)
 static Status explain_absence(cudaError_t code)
 {
     (void)cudaGetLastError();
-    const int driver = cuda_driver_version(), runtime = cuda_runtime_version();
+    const int driver = cuda_driver_version();
+    const int major = cuda_runtime_version() / 1000; /* any driver of that major version will do */
     const char *name = cudaGetErrorName(code);
     char text[512];
     if (code == cudaErrorInsufficientDriver && driver == 0)
         snprintf(text, sizeof text,
                  "there is no NVIDIA driver on this machine (libcuda.so.1 was not found): install "
-                 "one for CUDA %d.%d or later, or use device=\"cpu\"",
-                 runtime / 1000, runtime % 1000 / 10);
+                 "one for CUDA %d.0 or later, or use device=\"cpu\"",
+                 major);
     else if (code == cudaErrorInsufficientDriver)
         snprintf(text, sizeof text,
                  "the NVIDIA driver is too old: it runs CUDA up to %d.%d, and this build of gpuops "
-                 "needs CUDA %d.%d: update the driver, or use device=\"cpu\"",
-                 driver / 1000, driver % 1000 / 10, runtime / 1000, runtime % 1000 / 10);
+                 "needs CUDA %d.0: update the driver, or use device=\"cpu\"",
+                 driver / 1000, driver % 1000 / 10, major);
     else if (code == cudaErrorStubLibrary)
         snprintf(text, sizeof text,
                  "the libcuda.so.1 that was found is the toolkit's stub library, which is for "

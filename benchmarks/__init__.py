@@ -1,0 +1,1 @@
+"""Measurements of gpuops beside its peers: ``python -m benchmarks [NAMES] [--quick]``."""

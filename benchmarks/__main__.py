@@ -1,0 +1,49 @@
+"""Run every bench_*.py of this folder, or those that are named."""
+
+import argparse
+import importlib
+import sys
+from pathlib import Path
+
+from .harness import Run, machine, machine_name, measure_limits
+
+FOLDER = Path(__file__).parent
+
+
+def main(arguments: list[str] | None = None) -> int:
+    names = sorted(path.stem.removeprefix("bench_") for path in FOLDER.glob("bench_*.py"))
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(names)}")
+    parser.add_argument(
+        "--output", type=Path, help="the JSON file; the table goes beside it, as .txt"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="small tables, few rounds: a smoke test"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=3.0, help="time for each case (default: 3)"
+    )
+    options = parser.parse_args(arguments)
+    if unknown := set(options.names) - set(names):
+        parser.error(f"there is no benchmark named {', '.join(sorted(unknown))}")
+
+    output = options.output or FOLDER / "results" / f"{machine_name()}.json"
+    run = Run(quick=options.quick, case_seconds=options.seconds)
+    facts = machine()
+    run.say(f"{', '.join(facts['gpus']) or 'no GPU'}; {facts['processor']}, {facts['cores']} cores")
+    measure_limits(run)
+    run.say(
+        "\nEach line: median time, rate, and how many times as fast the first line of its case is."
+    )
+    try:
+        for name in options.names or names:
+            importlib.import_module(f".bench_{name}", __package__).measure(run)
+    finally:
+        # A quick run has nothing to tell about speed, so it is kept only where that is asked for.
+        if options.output or not options.quick:
+            run.write(output)
+    return 1 if run.failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

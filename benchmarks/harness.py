@@ -1,0 +1,333 @@
+"""The one way in which every benchmark measures.
+
+A case names contestants that compute the same thing. Their results are compared with NumPy's first;
+then they are timed in turn, round after round, so that a busy moment of the machine falls on all of
+them. Inputs are random, drawn afresh for every case, and change with every call. Figures are
+medians, ratios are medians of the ratios within a round, and the limits of the machine (copies
+without any gathering) are measured in the same run.
+"""
+
+import functools
+import json
+import math
+import os
+import platform
+import re
+import statistics
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy
+
+import gpuops
+
+from . import peers
+from .peers import Contestant
+
+Call = Callable[[], Any]
+
+
+def wall(call: Call) -> float:
+    """Time a call that is over when it returns. Short ones are repeated to about 0.2 ms."""
+    started = time.perf_counter()
+    result = call()  # kept, since giving large memory back is no part of the call
+    once = time.perf_counter() - started
+    del result
+    loops = math.ceil(2e-4 / max(once, 1e-7))
+    if loops == 1:
+        return once
+    started = time.perf_counter()
+    for _ in range(loops):
+        call()
+    return (time.perf_counter() - started) / loops
+
+
+def events(call: Call) -> float:
+    """Time the work that a call queues on the current stream of the GPU, after emptying its L2."""
+    gpu = peers.gpu()
+    gpu.flush()
+    return gpu.elapsed(call)
+
+
+def kernels(call: Call) -> float:
+    """Add up the time that the GPU spends in kernels, copies not counted, during one call.
+
+    The profiler sees the kernels of the whole process, so that this measures a call which takes and
+    gives host arrays as well as one on the GPU's own.
+    """
+    torch = peers.torch_on_gpu()
+    torch.cuda.synchronize()
+    # Without acc_events torch warns that events of earlier cycles are dropped; there is one cycle.
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities, acc_events=True) as profile:
+        call()
+        torch.cuda.synchronize()
+    microseconds = [
+        event.time_range.elapsed_us()
+        for event in profile.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA
+        and not event.name.startswith(("Memcpy", "Memset"))
+    ]
+    if not microseconds:
+        raise RuntimeError("the profiler saw no kernel")
+    return 1e-6 * sum(microseconds)
+
+
+CLOCKS = {"wall": wall, "events": events, "kernels": kernels}
+
+
+@dataclass
+class Case:
+    """What the contestants compute, and how much it is.
+
+    `fixed` are inputs for all calls, and each call takes the next tuple of `varying`. `moved_bytes`
+    counts every byte read and written once; where `items` is given, rates are items a second.
+    """
+
+    name: str
+    contestants: dict[str, Contestant]
+    reference: Callable[..., numpy.ndarray]
+    fixed: Sequence[numpy.ndarray]
+    varying: Sequence[Sequence[numpy.ndarray]]
+    moved_bytes: int
+    items: int | None = None
+    targets: Sequence["Target"] = ()
+
+
+@dataclass
+class Target:
+    """`ours` shall be at least `ratio` times as fast as `peer`, or at most `seconds` slower."""
+
+    ours: str
+    peer: str
+    ratio: float | None = None
+    seconds: float | None = None
+
+
+@dataclass
+class Run:
+    """One run of the benchmarks: its settings, and what was measured so far."""
+
+    quick: bool = False
+    case_seconds: float = 3.0
+    seed: int = field(default_factory=lambda: int.from_bytes(os.urandom(4)))
+    limits: dict[str, float] = field(default_factory=dict)
+    cases: list[dict] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
+    failed: bool = False  # gpuops gave a wrong result, or none
+
+    def __post_init__(self) -> None:
+        self.random = numpy.random.default_rng(self.seed)
+        self.started = time.time()
+
+    def say(self, text: str = "") -> None:
+        """Print a line, and keep it for the table that goes beside the JSON."""
+        print(text, flush=True)
+        self.lines.append(text)
+
+    def measure(self, case: Case) -> None:
+        """Check and time every contestant of a case, and print its part of the table."""
+        self.say(f"\n{case.name}")
+        inputs: dict[str, list[tuple]] = {}
+        expected = [case.reference(*case.fixed, *case.varying[which]) for which in (0, -1)]
+        for name, contestant in case.contestants.items():
+            try:
+                inputs[name] = _converted(contestant, case)
+                _check(contestant, inputs[name], expected)
+            except Exception as error:
+                # A peer that cannot take part is no reason to stop, but gpuops has to be right.
+                self.failed = self.failed or name.startswith("gpuops")
+                self.say(f"  {name:34} left out: {type(error).__name__}: {error}")
+                inputs.pop(name, None)
+        del expected
+
+        samples = self._samples(case, inputs)
+        results = {name: _summary(case, samples, name) for name in samples}
+        targets = [target for target in case.targets if {target.ours, target.peer} <= set(samples)]
+        record = {"case": case.name, "moved_bytes": case.moved_bytes, "results": results}
+        record["targets"] = [_verdict(target, samples) for target in targets]
+        self.cases.append(record)
+        self._print(record)
+        inputs.clear()
+        peers.free_memory()
+
+    def _samples(self, case: Case, inputs: dict[str, list[tuple]]) -> dict[str, list[float]]:
+        least, most = (2, 3) if self.quick else (5, 100)
+        seconds = 0.05 if self.quick else self.case_seconds
+        names = list(inputs)
+        samples: dict[str, list[float]] = {name: [] for name in names}
+        deadline = time.perf_counter() + seconds
+        turn = 0
+        for round_number in range(most):
+            if round_number >= least and time.perf_counter() > deadline:
+                break
+            # Whoever goes first pays for what the last one of the round before left in the caches.
+            shift = round_number % max(1, len(names))
+            for name in names[shift:] + names[:shift]:
+                contestant = case.contestants[name]
+                arrays = inputs[name][turn % len(inputs[name])]
+                turn += 1
+                if contestant.before is not None:
+                    contestant.before(*arrays)
+                call = functools.partial(contestant.call, *arrays)
+                samples[name].append(CLOCKS[contestant.clock](call))
+        return samples
+
+    def _print(self, record: dict) -> None:
+        for position, (name, result) in enumerate(record["results"].items()):
+            beside = f"{result['ratio']:7.2f}x" if position > 0 else ""
+            line = f"  {name:34} {duration(result['median_s']):>10} {rate(result):>15} {beside}"
+            self.say(line.rstrip())
+        # What a quick run measures says nothing about speed.
+        for target in record["targets"] if not self.quick else ():
+            self.say(f"  {'reached' if target['reached'] else 'MISSED'}: {target['text']}")
+
+    def write(self, path: Path) -> None:
+        """Write everything as JSON, and the printed table beside it."""
+        facts = gpuops.show_config(mode="dicts")
+        document = {
+            "machine": machine(),
+            "gpuops": {name: facts[name] for name in sorted(facts) if name != "environment"},
+            "peers": peers.versions(),
+            "seed": self.seed,
+            "quick": self.quick,
+            "seconds": round(time.time() - self.started, 1),
+            "limits": self.limits,
+            "cases": self.cases,
+        }
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(document, indent=1) + "\n")
+        path.with_suffix(".txt").write_text("\n".join(self.lines) + "\n")
+
+
+def _converted(contestant: Contestant, case: Case) -> list[tuple]:
+    fixed = [contestant.convert(array) for array in case.fixed]
+    return [(*fixed, *map(contestant.convert, arrays)) for arrays in case.varying]
+
+
+def _check(contestant: Contestant, inputs: list[tuple], expected: list[numpy.ndarray]) -> None:
+    """Compare two results; two, since memory that was never written may still hold the first."""
+    for arrays, right in ((inputs[0], expected[0]), (inputs[-1], expected[-1])):
+        result = contestant.to_numpy(contestant.call(*arrays))
+        if result.dtype != right.dtype or not numpy.array_equal(result, right):
+            raise ValueError("the result differs from NumPy's")
+
+
+def _summary(case: Case, samples: dict[str, list[float]], name: str) -> dict:
+    times = samples[name]
+    median = statistics.median(times)
+    amount, unit = (case.moved_bytes, "GB/s") if case.items is None else (case.items, "G/s")
+    return {
+        "median_s": median,
+        "best_s": min(times),
+        "worst_s": max(times),
+        "samples": len(times),
+        "rate": 1e-9 * amount / median,
+        "unit": unit,
+        "ratio": _ratio(samples, next(iter(samples)), name),
+    }
+
+
+def _ratio(samples: dict[str, list[float]], ours: str, peer: str) -> float:
+    """How many times as fast as the peer ours is."""
+    return statistics.median(b / a for a, b in zip(samples[ours], samples[peer], strict=True))
+
+
+def _verdict(target: Target, samples: dict[str, list[float]]) -> dict:
+    if target.ratio is not None:
+        value = _ratio(samples, target.ours, target.peer)
+        text = f"{target.ours} {value:.2f}x as fast as {target.peer}, {target.ratio:g}x asked for"
+        return {"text": text, "value": value, "reached": value >= target.ratio}
+    pairs = zip(samples[target.ours], samples[target.peer], strict=True)
+    value = statistics.median(a - b for a, b in pairs)
+    text = (
+        f"{target.ours} {1e6 * value:+.2f} us beside {target.peer}, "
+        f"{1e6 * target.seconds:+g} us allowed"
+    )
+    return {"text": text, "value": value, "reached": value <= target.seconds}
+
+
+def measure_limits(run: Run) -> None:
+    """Measure what the machine can do at best: plain copies, beside which the rates are read."""
+    mebibytes = 8 if run.quick else 512
+    source = run.random.integers(0, 256, mebibytes << 20, dtype=numpy.uint8)
+    target = numpy.empty_like(source)
+    target.fill(0)
+    threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    run.limits["host copy, 1 thread"] = _copy_rate(source, target, 1)
+    run.limits[f"host copy, {threads} threads"] = _copy_rate(source, target, threads)
+    if (gpu := peers.gpu()) is not None:
+        run.limits |= gpu.copy_rates(mebibytes << 20)
+    run.say("limits of this machine (GB/s, bytes read and written; pinned copies: bytes moved)")
+    for name, rate in run.limits.items():
+        run.say(f"  {name:34} {rate:9.2f} GB/s")
+
+
+def _copy_rate(source: numpy.ndarray, target: numpy.ndarray, threads: int) -> float:
+    bounds = [len(source) * part // threads for part in range(threads + 1)]
+
+    def copy(part: int) -> None:
+        numpy.copyto(
+            target[bounds[part] : bounds[part + 1]], source[bounds[part] : bounds[part + 1]]
+        )
+
+    def copy_all() -> None:
+        workers = [threading.Thread(target=copy, args=(part,)) for part in range(1, threads)]
+        for worker in workers:
+            worker.start()
+        copy(0)
+        for worker in workers:
+            worker.join()
+
+    return 2e-9 * len(source) / statistics.median(wall(copy_all) for _ in range(5))
+
+
+def machine() -> dict:
+    """Say what kind of machine this is, without naming the machine itself."""
+    processor = platform.processor() or platform.machine()
+    try:
+        cpu_info = Path("/proc/cpuinfo").read_text()
+        processor = re.search(r"^model name\s*:\s*(.*)$", cpu_info, re.MULTILINE).group(1)
+    except (OSError, AttributeError):
+        pass
+    return {
+        "processor": processor,
+        "cores": os.cpu_count(),
+        "gpus": [device.name for device in gpuops.devices()] if gpuops.is_available() else [],
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+    }
+
+
+def machine_name() -> str:
+    """Name the file of results: the GPU, or the processor and its cores."""
+    facts = machine()
+    name = facts["gpus"][0] if facts["gpus"] else f"{facts['processor']} {facts['cores']} cores"
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def count_name(count: int) -> str:
+    """Write a number of elements: 1 Mi, 16 Ki, 22,369,621."""
+    for shift, unit in ((20, "Mi"), (10, "Ki")):
+        if count >> shift and count % (1 << shift) == 0:
+            return f"{count >> shift} {unit}"
+    return f"{count:,}"
+
+
+def rate(result: dict) -> str:
+    """Write the rate of a result, with the unit that suits it."""
+    if result["unit"] == "G/s" and result["rate"] < 1:
+        return f"{1e3 * result['rate']:.0f} M/s"
+    if result["unit"] == "GB/s" and result["rate"] >= 1e3:
+        return f"{1e-3 * result['rate']:.2f} TB/s"
+    return f"{result['rate']:.1f} {result['unit']}"
+
+
+def duration(seconds: float) -> str:
+    """Write a time with the unit that suits it."""
+    scale, unit = (1, "s") if seconds >= 1 else (1e3, "ms") if seconds >= 1e-3 else (1e6, "us")
+    return f"{scale * seconds:.2f} {unit}"

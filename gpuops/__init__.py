@@ -1,0 +1,154 @@
+"""NumPy's missing GPU operators.
+
+``gpuops.gather(x, indices)`` takes NumPy arrays as they are, runs on the GPU, or on all cores of
+the CPU where there is no GPU, and gives back what ``x[indices]`` gives: the same values, the same
+shape, the same exceptions.
+
+Operators
+    gather, take, take_along_axis
+Devices
+    device, devices, device_count, is_available, hello, show_config
+Errors
+    DeviceError, DeviceLostError, ForkedProcessError
+
+Importing this package makes no CUDA call. Run ``python -m gpuops demo`` to see it at work.
+"""
+
+import contextlib
+import threading
+from typing import NamedTuple, Self
+
+try:
+    from ._core import __version__
+except ModuleNotFoundError:
+    # Where Python runs in the folder of the sources, these hide the installed package, which alone
+    # has the compiled module.
+    import pkgutil
+
+    __path__ = pkgutil.extend_path(__path__, __name__)
+    from ._core import __version__
+
+# A row in kernels/ops.def is enough to publish an operator here.
+from . import _core
+from ._core import *  # noqa: F403
+
+__all__ = ["Device", "__version__", "device", "devices", "show_config"]
+__all__ += [name for name in vars(_core) if not name.startswith("_")]
+
+
+class Device(NamedTuple):
+    """One CUDA device, as `devices` lists it."""
+
+    ordinal: int
+    name: str
+    compute_capability: tuple[int, int]
+    multiprocessors: int
+    memory_bytes: int
+
+
+def devices() -> list[Device]:
+    """List the CUDA devices of this machine.
+
+    Returns
+    -------
+    list of Device
+        In the order of their ordinals; empty where there is none. `show_config` says why.
+
+    Examples
+    --------
+    >>> import gpuops
+    >>> len(gpuops.devices()) == gpuops.device_count()
+    True
+    """
+    found = []
+    for ordinal in range(_core.device_count()):
+        name, major, minor, multiprocessors, memory_bytes = _core._device_info(ordinal)
+        found.append(Device(ordinal, name, (major, minor), multiprocessors, memory_bytes))
+    return found
+
+
+# Each thread has its own default device. As a thread-local object, one `device` can be entered by
+# several threads, or several times by one, and every exit restores what its own entry found.
+class device(contextlib.ContextDecorator, threading.local):  # noqa: N801 (used like a function)
+    """Set the default device of this thread: a context manager, also usable as a decorator.
+
+    It decides for calls that leave ``device=None``, and goes before the environment variable
+    ``GPUOPS_DEVICE``.
+
+    Parameters
+    ----------
+    spec : {"cpu", "cuda", "cuda:N", "auto"}, int or None
+        ``"cuda"`` or an ordinal insists on the GPU, ``"cpu"`` on the CPU, ``"auto"`` takes
+        whichever is expected to be faster, and None leaves the choice to where the data are.
+
+    Raises
+    ------
+    ValueError
+        On entry, if `spec` names no kind of device.
+    DeviceError
+        If a GPU is asked for and there is none. The text says why.
+
+    Examples
+    --------
+    >>> import gpuops
+    >>> with gpuops.device("cpu"):
+    ...     gpuops.gather([10, 20, 30], [2, 0])
+    array([30, 10])
+
+    >>> @gpuops.device("cpu")
+    ... def last(x):
+    ...     return gpuops.gather(x, -1)
+    >>> int(last([10, 20, 30]))
+    30
+    """
+
+    def __init__(self, spec: str | int | None) -> None:
+        self._spec = spec
+        self._previous: list[str | int | None] = []
+
+    def __enter__(self) -> Self:
+        self._previous.append(_core._exchange_device(self._spec))
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        _core._exchange_device(self._previous.pop())
+
+    def __repr__(self) -> str:
+        return f"gpuops.device({self._spec!r})"
+
+
+def show_config(mode: str = "stdout") -> dict | None:
+    """Show how gpuops was built and what it found on this machine.
+
+    Without a usable GPU it says why there is none, and what to do about it.
+
+    Parameters
+    ----------
+    mode : {"stdout", "dicts"}
+        ``"stdout"`` prints a report, ``"dicts"`` returns the same facts as a dictionary.
+
+    Returns
+    -------
+    dict or None
+        None in mode ``"stdout"``.
+
+    Raises
+    ------
+    ValueError
+        For any other mode.
+
+    Examples
+    --------
+    >>> import gpuops
+    >>> gpuops.show_config(mode="dicts")["version"] == gpuops.__version__
+    True
+    """
+    # The report is rarely asked for, so its code stays out of the import.
+    from ._report import configuration, report
+
+    if mode == "dicts":
+        return configuration()
+    if mode != "stdout":
+        raise ValueError(f"mode must be 'stdout' or 'dicts' (got {mode!r})")
+    print(report())
+    return None

@@ -1,0 +1,160 @@
+"""The options of the suite and the fixtures that let one test run on every device.
+
+A test takes `gpuops`, the module to call, and runs three times:
+
+    cpu     the installed package on its CPU backend
+    fake    the build on the fake CUDA runtime (tests/faults/), imported as `gpuops_fake`
+    cuda    the installed package on a real GPU, skipped where there is none
+
+The default device of the test's thread is set already. A test that starts threads or needs to know
+where it runs takes `device` too: `device.spec` is "cpu" or "cuda", `device.name` one of the above,
+`device.fake` the controls of the fake runtime or None. On the fake a test fails if it leaves memory
+or another current device behind, or did anything that a real GPU would punish.
+
+Write options that name a folder with an equals sign, --package=DIR: pytest looks for its settings
+near every path that stands alone on the command line.
+"""
+
+import functools
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from faults import build
+from faults.fake import Fake, load_package
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def pytest_addoption(parser):
+    group = parser.getgroup("gpuops")
+    group.addoption("--require-gpu", action="store_true", help="fail where there is no usable GPU")
+    group.addoption("--require-fake", action="store_true", help="fail where there is no fake build")
+    group.addoption("--package", metavar="DIR", help="test the package in DIR, not the installed")
+    group.addoption("--fake", metavar="DIR", help="a finished fake build (default: build/fake)")
+
+
+def pytest_configure(config):
+    # `python -m pytest` puts the sources on the path, which hide the installed package but hold no
+    # compiled module, unless they were built in place.
+    if not list(ROOT.glob("gpuops/_core*.so")):
+        sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != ROOT]
+    package = config.getoption("--package")
+    if package:
+        sys.path.insert(0, str(Path(package).resolve()))
+    allow_fixtures_under_hypothesis()
+
+
+def allow_fixtures_under_hypothesis():
+    """A fixture is set up once for all examples of a test, which is right for a device."""
+    try:
+        from hypothesis import HealthCheck, settings
+    except ImportError:
+        return
+    settings.register_profile(
+        "gpuops", suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None
+    )
+    settings.load_profile("gpuops")
+
+
+def pytest_sessionstart(session):
+    if session.config.getoption("--require-gpu"):
+        problem = gpu_problem()
+        if problem:
+            pytest.exit(f"--require-gpu: {problem}", returncode=1)
+    if session.config.getoption("--require-fake"):
+        problem = fake_problem(session.config)
+        if problem:
+            pytest.exit(f"--require-fake: {problem}", returncode=1)
+
+
+def gpu_problem():
+    """Why there is no GPU to test on, or None."""
+    import gpuops
+
+    return None if gpuops.is_available() else gpuops.show_config(mode="dicts")["cuda_problem"]
+
+
+@functools.cache
+def fake_problem(config):
+    """Why there is nothing to test on the fake runtime, or None; brings build/fake up to date."""
+    folder = config.getoption("--fake")
+    if folder:
+        found = Path(folder, "gpuops").is_dir()
+        return None if found else f"there is no fake build in {folder}"
+    # As a process of its own, because setuptools changes the process that imports it.
+    outcome = subprocess.run([sys.executable, build.__file__], capture_output=True, text=True)
+    if outcome.returncode not in (0, build.NO_COMPILER):
+        raise RuntimeError(outcome.stderr)
+    return outcome.stderr.strip() if outcome.returncode else None
+
+
+class Device(NamedTuple):
+    name: str
+    spec: str
+    gpuops: object
+    fake: Fake | None
+
+
+@pytest.fixture(scope="session")
+def fake_folder(request):
+    problem = fake_problem(request.config)
+    if problem:
+        pytest.skip(problem)
+    return Path(request.config.getoption("--fake") or build.folder_of())
+
+
+@pytest.fixture(scope="session")
+def fake_device(fake_folder):
+    return Device("fake", "cuda", load_package(fake_folder), Fake(fake_folder / "cudart"))
+
+
+@pytest.fixture(scope="session")
+def cuda_device():
+    problem = gpu_problem()
+    if problem:
+        pytest.skip(problem)
+    import gpuops
+
+    return Device("cuda", "cuda", gpuops, None)
+
+
+@pytest.fixture(scope="session")
+def cpu_device():
+    import gpuops
+
+    return Device("cpu", "cpu", gpuops, None)
+
+
+@pytest.fixture(params=["cpu", "fake", "cuda"])
+def device(request):
+    device = request.getfixturevalue(f"{request.param}_device")
+    if device.fake is None:
+        yield device
+        return
+    before = footprint(device.fake)
+    yield device
+    device.fake.reset()
+    misuse = device.fake.take_misuse()
+    assert not misuse, misuse
+    after = footprint(device.fake)
+    changed = {name: (before[name], after[name]) for name in before if after[name] != before[name]}
+    assert not changed, f"the test left this behind on the fake device (before, after): {changed}"
+
+
+def footprint(fake):
+    live = fake.live()
+    return {
+        "allocations": live.allocations,
+        "bytes": live.bytes,
+        "pinned allocations": live.pinned_allocations,
+        "current device": fake.current_device(),
+    }
+
+
+@pytest.fixture
+def gpuops(device):
+    with device.gpuops.device(device.spec):
+        yield device.gpuops

@@ -1,0 +1,175 @@
+"""Builds the package variants that the tests load besides the installed one.
+
+    python tests/faults/build.py                                            build/fake
+    python tests/faults/build.py --sanitize address,undefined               build/fake-asan
+    python tests/faults/build.py --cpu-only                                 build/cpu
+    python tests/faults/build.py --cpu-only --sanitize address,undefined    build/cpu-asan
+
+Each is a folder with a complete package `gpuops`. The fake ones are linked against the fake CUDA
+runtime, which is built first, into the subfolder `cudart`. Nothing is done where nothing changed.
+
+A sanitized package loads only into a process that has the sanitizer's runtime from its start, and
+Python's own memory would all be reported as leaked:
+
+    LD_PRELOAD="$(cc -print-file-name=libasan.so) $(cc -print-file-name=libstdc++.so)" \\
+    ASAN_OPTIONS=detect_leaks=0 \\
+        python -m pytest --package=build/cpu-asan --fake=build/fake-asan --require-fake
+
+libstdc++ stands there for other extension modules: ASan must find the function that throws C++
+exceptions when it starts.
+"""
+
+import argparse
+import contextlib
+import fcntl
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+FAULTS = Path(__file__).resolve().parent
+ROOT = FAULTS.parent.parent
+BUILD = ROOT / "build"
+
+# The file has a name of its own, so that no process takes it for the real runtime that another
+# library has loaded; libcudart.so is only what the linker looks for. For the same reason every
+# symbol carries that name as its version: torch makes the real runtime's symbols global.
+LIBRARY = "libgpuops_fake_cudart.so"
+LINKER_NAME = "libcudart.so"
+
+NO_COMPILER = 77  # the exit status where there is nothing to build the fake ones with
+
+SANITIZERS = {"address,undefined": "asan"}
+
+
+def find_nvcc():
+    """The nvcc that setup.py takes, or None."""
+    sys.path.insert(0, str(ROOT))
+    try:
+        import setup
+    except ImportError:  # There is no setuptools, which is needed to build at all.
+        return None
+    return setup.system_nvcc() or setup.wheel_nvcc()
+
+
+def folder_of(sanitize="", cpu_only=False):
+    name = "cpu" if cpu_only else "fake"
+    return BUILD / (f"{name}-{SANITIZERS[sanitize]}" if sanitize else name)
+
+
+def build(sanitize="", cpu_only=False):
+    """Brings one variant up to date and returns its folder."""
+    # The runtime of a sanitizer that is meant for the tests would run in every compiler too.
+    os.environ.pop("LD_PRELOAD", None)
+    folder = folder_of(sanitize, cpu_only)
+    folder.mkdir(parents=True, exist_ok=True)
+    with locked(folder.with_name(folder.name + ".lock")):
+        if not cpu_only:
+            build_library(folder / "cudart", sanitize)
+        build_package(folder, sanitize, cpu_only)
+    return folder
+
+
+@contextlib.contextmanager
+def locked(path):
+    """Lets two test runs that start at once build one after the other."""
+    with open(path, "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+@contextlib.contextmanager
+def unless_current(stamp, sources, *words):
+    """Yields whether there is work to do, and once it is done remembers what it was done with."""
+    state = [(str(path), path.stat().st_mtime_ns, path.stat().st_size) for path in sorted(sources)]
+    state = repr((state, words))
+    stale = not stamp.exists() or stamp.read_text() != state
+    if stale:
+        stamp.unlink(missing_ok=True)
+    yield stale
+    if stale:
+        stamp.write_text(state)
+
+
+def sanitizer_flags(sanitize):
+    if not sanitize:
+        return []
+    return [f"-fsanitize={sanitize}", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-g"]
+
+
+def build_library(folder, sanitize):
+    source = FAULTS / "fake_cudart.c"
+    folder.mkdir(exist_ok=True)
+    # nvcc drives the C compiler because it knows where its headers are.
+    compiler = ["-std=gnu11", "-O1", "-g", "-fPIC", "-pthread", "-Wall", "-Wextra", "-Werror"]
+    compiler += ["-Wno-unused-parameter", *sanitizer_flags(sanitize)]
+    command = [find_nvcc(), "-x", "c", "-shared", "-cudart=none"]
+    command += [f"-Xcompiler={escaped(flag)}" for flag in compiler]
+    command += [f"-Xlinker=-soname={LIBRARY}", "-Xlinker=--default-symver"]
+    command += [str(source), "-o", str(folder / LIBRARY)]
+    with unless_current(folder / "stamp", [source], command) as stale:
+        if stale:
+            run(command)
+            (folder / LINKER_NAME).unlink(missing_ok=True)
+            (folder / LINKER_NAME).symlink_to(LIBRARY)
+
+
+def build_package(folder, sanitize, cpu_only):
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("GPUOPS_")}
+    if cpu_only:
+        environment["GPUOPS_CUDA"] = "0"
+    else:
+        environment["GPUOPS_CUDA_ARCHS"] = "90"
+        environment["GPUOPS_CUDART"] = str(folder / "cudart")
+    flags = " ".join(sanitizer_flags(sanitize))
+    for variable in ("CFLAGS", "CXXFLAGS", "LDFLAGS") if flags else ():
+        environment[variable] = f"{environment.get(variable, '')} {flags}".strip()
+
+    command = [sys.executable, "setup.py", "-q", "build"]
+    command += [f"--build-base={folder}/temporary", f"--build-lib={folder}/new"]
+    sources = [ROOT / "setup.py", ROOT / "pyproject.toml"]
+    for part in ("gpuops", "csrc", "kernels"):
+        sources += [path for path in (ROOT / part).iterdir() if path.is_file()]
+    knobs = [environment.get(name) for name in ("CC", "CXX", "CFLAGS", "CXXFLAGS", "LDFLAGS")]
+    with unless_current(folder / "stamp", sources, command, knobs, sys.version) as stale:
+        if stale:
+            for name in ("new", "old"):
+                shutil.rmtree(folder / name, ignore_errors=True)
+            run(command, cwd=ROOT, env=environment)
+            # At once, because another test run may be about to import the one that is there.
+            if (folder / "gpuops").exists():
+                (folder / "gpuops").rename(folder / "old")
+            (folder / "new" / "gpuops").rename(folder / "gpuops")
+
+
+def escaped(flag):
+    """nvcc splits the options that it passes on at commas."""
+    return flag.replace(",", "\\,")
+
+
+def run(command, **options):
+    """Runs a build step; its output is only of interest when it fails."""
+    result = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options
+    )
+    if result.returncode != 0:
+        raise RuntimeError(f"{' '.join(command)}\nexit status {result.returncode}\n{result.stdout}")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--sanitize", default="", choices=SANITIZERS)
+    parser.add_argument("--cpu-only", action="store_true")
+    arguments = parser.parse_args()
+    if not arguments.cpu_only and find_nvcc() is None:
+        print("the fake CUDA runtime cannot be built without nvcc and setuptools", file=sys.stderr)
+        sys.exit(NO_COMPILER)
+    try:
+        print(build(arguments.sanitize, arguments.cpu_only).relative_to(ROOT))
+    except RuntimeError as failure:
+        sys.exit(str(failure))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""The controls of the fake CUDA runtime, and the package that was built on it.
+
+What a package finds out once, such as the number of devices, is steered by the environment of a
+child process instead; fake_cudart.c lists the variables.
+"""
+
+import ctypes
+import importlib.util
+import sys
+from pathlib import Path
+
+LIBRARY = "libgpuops_fake_cudart.so"
+
+MEMORY_LIMIT = 64 << 20  # bytes of each device, unless a test or GPUOPS_FAKE_MEMORY says otherwise
+EXIT_MISUSE = 86  # the exit status of a process that ends with misuse which nobody has taken
+
+
+class Live(ctypes.Structure):
+    """The objects that exist now. The counts and bytes of allocations are those of all devices."""
+
+    _fields_ = [
+        ("allocations", ctypes.c_long),
+        ("bytes", ctypes.c_long),
+        ("pinned_allocations", ctypes.c_long),
+        ("pinned_bytes", ctypes.c_long),
+        ("pools", ctypes.c_long),
+        ("peak_bytes", ctypes.c_long),
+    ]
+
+
+class Fake:
+    """One loaded fake runtime; `library` is for tests that call CUDA functions themselves.
+
+    A library is loaded once per process, so this is the runtime that a package built on the same
+    file uses.
+    """
+
+    def __init__(self, folder):
+        self.path = Path(folder, LIBRARY).resolve()
+        self.library = ctypes.CDLL(str(self.path))
+        self.library.fake_calls.restype = ctypes.c_long
+
+    def set_driver(self, state):
+        """`state`: "fine", "none", "old", "stub" or "no-device"."""
+        self.library.fake_set_driver(state.encode())
+
+    def set_devices(self, count):
+        self.library.fake_set_devices(count)
+
+    def set_memory_limit(self, bytes_per_device):
+        self.library.fake_set_memory_limit(ctypes.c_size_t(bytes_per_device))
+
+    def reset(self):
+        """Undoes the three above and sets the counts of calls to zero. Memory stays as it is."""
+        self.library.fake_reset()
+
+    def calls(self, name=None):
+        """How often a CUDA function was called since the last reset; without a name, any."""
+        return self.library.fake_calls(name.encode() if name else None)
+
+    def live(self):
+        live = Live()
+        self.library.fake_live(ctypes.byref(live))
+        return live
+
+    def current_device(self):
+        """The current device of this thread."""
+        return self.library.fake_current_device()
+
+    def take_misuse(self):
+        """What was done that a real GPU punishes, one line each; red zones are looked at now."""
+        text = ctypes.create_string_buffer(8192)
+        self.library.fake_take_misuse(text, ctypes.c_size_t(len(text)))
+        return text.value.decode()
+
+
+def load_package(folder, name="gpuops_fake"):
+    """Imports the package `gpuops` in a folder under another name, beside the installed one."""
+    if name in sys.modules:
+        return sys.modules[name]
+    package = Path(folder, "gpuops").resolve()
+    spec = importlib.util.spec_from_file_location(
+        name, package / "__init__.py", submodule_search_locations=[str(package)]
+    )
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module

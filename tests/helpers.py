@@ -1,0 +1,130 @@
+"""What several test files need: guarded memory, odd layouts, child processes."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+
+INDEX_DTYPES = ["i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8"]
+
+# One dtype of every kind and of every width that a kernel may treat in its own way.
+DTYPES = [
+    np.dtype(dtype)
+    for dtype in [
+        "?", "i1", "u1", "i2", "u2", "f2", "i4", "u4", "f4", "i8", "u8", "f8", "c8", "c16",
+        "longdouble", "clongdouble", "M8[ns]", "M8[D]", "m8[s]", "S1", "S3", "S5", "S7", "U1", "U6",
+        "V3", "V12", "V16", "V17", "V24", "V32", "V100", "V1000",
+        [("a", "i1"), ("b", "f4")],
+        [("r", "u1"), ("g", "u1"), ("b", "u1")],
+        [("point", "f4", (3,)), ("when", "M8[us]"), ("label", "S5")],
+    ]
+]  # fmt: skip
+
+
+def filled_array(shape, dtype, seed=0):
+    """An array of random bytes, so that a wrong width or a lost byte shows."""
+    dtype = np.dtype(dtype)
+    count = int(np.prod(shape, dtype=np.int64))
+    generator = np.random.default_rng(seed)
+    if dtype.kind == "b":
+        return generator.integers(0, 2, size=count).astype(bool).reshape(shape)
+    if dtype.kind == "U":
+        letters = generator.integers(ord("a"), ord("z"), size=count * dtype.itemsize // 4)
+        return letters.astype(np.uint32).view(dtype).reshape(shape)
+    raw = generator.integers(0, 256, size=count * dtype.itemsize, dtype=np.uint8)
+    return np.ndarray(shape, dtype, buffer=raw.tobytes()).copy()
+
+
+def same(result, expected):
+    """Equal in kind, shape, dtype and in every bit."""
+    assert type(result) is type(expected), (type(result), type(expected))
+    assert result.dtype == expected.dtype
+    assert result.shape == expected.shape
+    assert result.tobytes() == expected.tobytes()
+
+
+class Guarded:
+    """An output array between two guards, in memory that starts out as a known pattern.
+
+    `layout` is "C", "F", "strided" (every second element of every axis), "backward" (the first
+    axis runs downwards) or "misaligned" (one byte off).
+    """
+
+    GUARD = 64
+
+    def __init__(self, shape, dtype, layout="C"):
+        dtype = np.dtype(dtype)
+        steps = 2 if layout == "strided" else 1
+        strides = []
+        nbytes = max(dtype.itemsize, 1)
+        axes = list(range(len(shape)))
+        for axis in axes if layout == "F" else reversed(axes):
+            strides.append(nbytes * steps)
+            nbytes *= max(shape[axis], 1) * steps
+        if layout != "F":
+            strides.reverse()
+        offset = self.GUARD + (layout == "misaligned")
+        if layout == "backward" and shape and shape[0]:
+            offset += strides[0] * (shape[0] - 1)
+            strides[0] = -strides[0]
+        size = nbytes + 2 * self.GUARD + 1
+        self.memory = np.resize(np.arange(251, dtype=np.uint8), size)
+        self.before = self.memory.copy()
+        self.array = np.ndarray(
+            shape, dtype, buffer=self.memory, offset=offset, strides=tuple(strides)
+        )
+        mine = np.ndarray(
+            shape,
+            np.dtype((np.void, dtype.itemsize)),
+            buffer=np.zeros(size, np.uint8),
+            offset=offset,
+            strides=tuple(strides),
+        )
+        self.mask = mine.base
+        if dtype.itemsize:
+            mine[...] = np.void(b"\xff" * dtype.itemsize)
+
+    def untouched(self):
+        return bool((self.memory == self.before).all())
+
+    def kept_to_its_own(self):
+        """Nothing but the array's own elements has changed."""
+        others = self.mask == 0
+        return bool((self.memory[others] == self.before[others]).all())
+
+
+def read_only(array):
+    array = array.copy()
+    array.flags.writeable = False
+    return array
+
+
+def package_parent(gpuops):
+    """The folder to put on a child's path so that `import gpuops` finds the same build."""
+    return str(Path(gpuops.__path__[0]).resolve().parent)
+
+
+def run_child(gpuops, source, *, timeout=60, **environment):
+    """Runs Python source in a fresh interpreter in which `import gpuops` is the build under test.
+
+    Fails unless it exits with 0 and an empty stderr; returns what it printed.
+    """
+    child_environment = {
+        key: value for key, value in os.environ.items() if not key.startswith("GPUOPS_")
+    }
+    child_environment.update(environment)
+    path = [package_parent(gpuops), str(Path(__file__).parent)]
+    child_environment["PYTHONPATH"] = os.pathsep.join(path)
+    # -P: the folder that the tests were started in holds the sources, not the build.
+    child = subprocess.run(
+        [sys.executable, "-P", "-c", source],
+        env=child_environment,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+    assert child.returncode == 0, f"exit status {child.returncode}\n{child.stdout}{child.stderr}"
+    assert child.stderr == "", child.stderr
+    return child.stdout

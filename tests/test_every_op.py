@@ -1,0 +1,259 @@
+"""What holds for every operator: each test loops over the rows of kernels/ops.def."""
+
+import ast
+import doctest
+import inspect
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from operators import OPERATORS
+
+X = np.arange(12.0).reshape(3, 4)
+INDICES = np.array([[0, 1, 2, 0]])
+
+# Arguments for the parameters that have no default. An operator with other names adds them here.
+EXAMPLES = {"x": X, "a": X, "arr": X, "indices": INDICES}
+
+
+@pytest.fixture(params=OPERATORS, ids=lambda operator: operator.name)
+def operator(request):
+    return request.param
+
+
+@pytest.fixture
+def function(gpuops, operator):
+    return getattr(gpuops, operator.name)
+
+
+def parameters_of(operator):
+    # The signature is Python, so Python reads it.
+    namespace = {}
+    exec(f"def {operator.name}({operator.signature}): pass", namespace)
+    return inspect.signature(namespace[operator.name])
+
+
+def required_arguments(operator):
+    """The arguments of a right call, positional ones first."""
+    return [
+        EXAMPLES[parameter.name]
+        for parameter in parameters_of(operator).parameters.values()
+        if parameter.default is parameter.empty
+    ]
+
+
+def test_there_are_operators():
+    names = [operator.name for operator in OPERATORS]
+    assert {"gather", "take", "take_along_axis"} <= set(names)
+    assert len(set(names)) == len(names)
+
+
+def test_it_is_public(gpuops, operator, function):
+    assert callable(function)
+    assert function.__name__ == operator.name
+    assert operator.name in gpuops.__all__
+    assert function.__module__.endswith("_core") or function.__module__ == "gpuops"
+
+
+def test_signature_is_that_of_the_row(operator, function):
+    assert inspect.signature(function) == parameters_of(operator)
+
+
+def test_every_operator_takes_device_and_stream(operator):
+    parameters = parameters_of(operator).parameters
+    for name in ("device", "stream"):
+        assert parameters[name].kind is inspect.Parameter.KEYWORD_ONLY
+        assert parameters[name].default is None
+
+
+def shape_of(arguments):
+    """The names, kinds and defaults of a function in a stub, comparable to inspect's."""
+    positional = arguments.posonlyargs + arguments.args
+    defaults = [None] * (len(positional) - len(arguments.defaults)) + arguments.defaults
+    kinds = ["positional only"] * len(arguments.posonlyargs) + ["either"] * len(arguments.args)
+    shape = list(zip([a.arg for a in positional], kinds, defaults, strict=True))
+    shape += [
+        (argument.arg, "keyword only", default)
+        for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+    ]
+    return shape
+
+
+def test_stub_has_the_signature_of_the_row(gpuops, operator):
+    stubs = []
+    for path in sorted(Path(gpuops.__path__[0]).glob("*.pyi")):
+        stubs += [
+            node
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.FunctionDef) and node.name == operator.name
+        ]
+    assert stubs, "no stub"
+    expected = shape_of(ast.parse(f"def f({operator.signature}): pass").body[0].args)
+    defaults = {name: default and ast.literal_eval(default) for name, _, default in expected}
+    seen = {name: set() for name in defaults}
+    for stub in stubs:
+        shape = shape_of(stub.args)
+        # An overload may ask for `out`, by position or by keyword, and leaves the rest alone.
+        assert sorted(name for name, _, _ in shape) == sorted(defaults)
+        for name, kind, default in shape:
+            seen[name].add(kind)
+            if default is not None:
+                assert ast.literal_eval(default) == defaults[name], (name, default)
+    for name, kind, _ in expected:
+        assert kind in seen[name]
+
+
+SECTIONS = ["Parameters", "Returns", "Raises", "See Also", "Notes", "References", "Examples"]
+
+
+def sections_of(doc):
+    found = re.findall(r"^([A-Z][A-Za-z ]+)\n(-+)$", doc, re.MULTILINE)
+    assert all(len(title) == len(line) for title, line in found)
+    return [title for title, _ in found]
+
+
+def test_docstring_is_numpydoc(operator, function):
+    doc = inspect.getdoc(function)
+    assert doc == operator.doc.strip()
+    summary, blank = doc.split("\n")[:2]
+    assert summary.endswith(".") or "." in doc.split("\n\n")[0]
+    assert blank == "" or doc.split("\n\n")[0].count("\n") < 3
+    sections = sections_of(doc)
+    assert [title for title in sections if title not in SECTIONS] == []
+    assert sections == sorted(sections, key=SECTIONS.index)
+    assert {"Parameters", "Returns", "Raises", "Examples"} <= set(sections)
+    assert all(len(line) <= 100 for line in doc.split("\n"))
+
+
+def test_every_parameter_is_documented(operator, function):
+    doc = inspect.getdoc(function)
+    body = doc.split("Parameters\n----------\n")[1].split("\n\n")[0]
+    documented = [
+        name.strip()
+        for line in re.findall(r"^([\w, ]+) :", body, re.MULTILINE)
+        for name in line.split(",")
+    ]
+    assert documented == list(parameters_of(operator).parameters)
+
+
+def test_examples_work(gpuops, operator, function, monkeypatch):
+    # The examples say `import gpuops` and mean the build under test.
+    monkeypatch.setitem(__import__("sys").modules, "gpuops", gpuops)
+    test = doctest.DocTestParser().get_doctest(
+        inspect.getdoc(function), {"np": np}, operator.name, None, None
+    )
+    assert test.examples
+    printed = []
+    result = doctest.DocTestRunner().run(test, out=printed.append)
+    assert result.failed == 0, "".join(printed)
+
+
+def test_wrong_number_of_arguments(operator, function):
+    parameters = parameters_of(operator).parameters.values()
+    required = required_arguments(operator)
+    positional = [p for p in parameters if p.kind is not inspect.Parameter.KEYWORD_ONLY]
+    for count in range(len(required)):
+        with pytest.raises(TypeError) as caught:
+            function(*required[:count])
+        missing = positional[count].name
+        assert operator.name in str(caught.value) and missing in str(caught.value)
+    with pytest.raises(TypeError, match=operator.name):
+        function(*required, *[None] * (len(positional) - len(required) + 1))
+    with pytest.raises(TypeError, match=operator.name):
+        function(*[None] * 100)
+
+
+def test_unknown_keyword(operator, function):
+    with pytest.raises(TypeError) as caught:
+        function(*required_arguments(operator), nonsense=1)
+    assert "nonsense" in str(caught.value) and operator.name in str(caught.value)
+    with pytest.raises(TypeError, match="keyword"):
+        function(*required_arguments(operator), **{"\udcff": 1, "Größe": 2})
+    with pytest.raises(TypeError):
+        function(*required_arguments(operator), **{"axi": 0, "axis ": 0, "": 0})
+
+
+def test_an_argument_given_twice(operator, function):
+    parameters = parameters_of(operator).parameters.values()
+    required = required_arguments(operator)
+    for position, parameter in enumerate(parameters):
+        if position >= len(required):
+            break
+        with pytest.raises(TypeError) as caught:
+            function(*required, **{parameter.name: required[position]})
+        assert parameter.name in str(caught.value)
+
+
+def test_positional_only_and_keyword_only(operator, function):
+    required = required_arguments(operator)
+    keywords = {}
+    for parameter in parameters_of(operator).parameters.values():
+        if parameter.default is parameter.empty:
+            keywords[parameter.name] = EXAMPLES[parameter.name]
+    kinds = {p.kind for p in parameters_of(operator).parameters.values()}
+    if inspect.Parameter.POSITIONAL_ONLY in kinds:
+        with pytest.raises(TypeError):
+            function(**keywords)
+    else:
+        assert function(**keywords).tobytes() == function(*required).tobytes()
+
+
+def test_defaults_are_what_the_signature_says(operator, function):
+    required = required_arguments(operator)
+    keywords = {
+        parameter.name: parameter.default
+        for parameter in parameters_of(operator).parameters.values()
+        if parameter.default is not parameter.empty
+    }
+    expected = function(*required)
+    result = function(*required, **keywords)
+    assert result.shape == expected.shape and result.tobytes() == expected.tobytes()
+
+
+def test_keywords_made_at_run_time(operator, function):
+    """Names that are equal to the parameters', but not the same objects."""
+    name = "".join(["de", "vi", "ce"])
+    assert function(*required_arguments(operator), **{name: None}).size
+
+
+@pytest.mark.parametrize(
+    "device", ["nowhere", "", "cuda:", "cuda:x", "cuda:-1", "CPU", "cpu ", "cpu:0", "cuda:1.0"]
+)
+def test_devices_that_do_not_exist(operator, cpu_device, device):
+    # The text of an unknown name, on the build that the machine has.
+    function = getattr(cpu_device.gpuops, operator.name)
+    with pytest.raises(ValueError) as caught:
+        function(*required_arguments(operator), device=device)
+    assert repr(device) in str(caught.value) or device in str(caught.value)
+
+
+@pytest.mark.parametrize("wrong", [1.5, b"cpu", ["cpu"], object(), True, 1j])
+def test_devices_of_a_wrong_kind(operator, function, wrong):
+    with pytest.raises((TypeError, ValueError)):
+        function(*required_arguments(operator), device=wrong)
+
+
+@pytest.mark.parametrize("ordinal", [-1, 99, 2**31, 2**32, 2**70])
+def test_ordinals_that_do_not_exist(gpuops, operator, function, ordinal):
+    with pytest.raises((gpuops.DeviceError, ValueError, OverflowError)):
+        function(*required_arguments(operator), device=ordinal)
+    if ordinal > 0:
+        with pytest.raises((gpuops.DeviceError, ValueError)):
+            function(*required_arguments(operator), device=f"cuda:{ordinal}")
+
+
+@pytest.mark.parametrize("stream", ["0", 1.5, [], object()])
+def test_streams_of_a_wrong_kind(operator, function, stream):
+    with pytest.raises((TypeError, ValueError)):
+        function(*required_arguments(operator), stream=stream)
+
+
+def test_bad_operands_raise_type_errors(operator, function):
+    required = required_arguments(operator)
+    for position in range(len(required)):
+        for wrong in (object(), None, {}, {1, 2}):
+            arguments = list(required)
+            arguments[position] = wrong
+            with pytest.raises((TypeError, IndexError)):
+                function(*arguments)

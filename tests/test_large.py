@@ -1,0 +1,170 @@
+"""More than 2**31 elements, and more than 4 GiB, out of memory that is hardly there.
+
+On the CPU the arrays are views of memory that is reserved but never touched, so that a test costs
+as much as what it reads and writes. A GPU has to hold its table for real.
+"""
+
+import mmap
+import os
+
+import numpy as np
+import pytest
+from helpers import same
+from numpy.lib.stride_tricks import as_strided
+
+BORDERS = [1 << 31, 1 << 32]
+TABLE = (1 << 32) + 7
+
+
+@pytest.fixture
+def on_cpu(cpu_device):
+    with cpu_device.gpuops.device("cpu"):
+        yield cpu_device.gpuops
+
+
+def reserved(count, dtype="u1"):
+    """A one-dimensional array of zeros that takes no memory until it is written to."""
+    dtype = np.dtype(dtype)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+    memory = mmap.mmap(-1, count * dtype.itemsize, flags=flags)
+    return np.frombuffer(memory, dtype)
+
+
+def around_the_borders(size):
+    near = [border + step for border in BORDERS for step in (-2, -1, 0, 1, 2)]
+    return np.array([0, 1, *[at for at in near if at < size], size - 2, size - 1])
+
+
+def marked(x):
+    """Writes a value of its own wherever a truncated index could lead."""
+    at = around_the_borders(len(x))
+    x[at] = np.arange(1, len(at) + 1)
+    return at
+
+
+@pytest.mark.parametrize("dtype", ["u1", "i4"])
+def test_long_table(on_cpu, dtype):
+    x = reserved(TABLE, dtype)
+    at = marked(x)
+    expected = np.arange(1, len(at) + 1).astype(dtype)
+    same(on_cpu.gather(x, at), expected)
+    same(on_cpu.gather(x, at - TABLE), expected)
+    same(on_cpu.gather(x, at.astype(np.uint64)), expected)
+    same(on_cpu.gather(x, at + TABLE, mode="wrap"), expected)
+    same(on_cpu.gather(x, [2**63 - 1, 2**62], mode="clip"), expected[[-1, -1]])
+    same(on_cpu.take_along_axis(x, at), expected)
+    small = at[at < 1 << 31].astype(np.int32)
+    same(on_cpu.gather(x, small), expected[: len(small)])
+    for index in (TABLE, -TABLE - 1, 1 << 33):
+        with pytest.raises(IndexError) as caught:
+            on_cpu.gather(x, [0, index])
+        assert str(caught.value) == f"index {index} is out of bounds for axis 0 with size {TABLE}"
+
+
+def test_long_rows(on_cpu):
+    """Rows of 2 GiB and more, of which a view shows a few bytes."""
+    x = reserved(3 * TABLE)
+    rows = as_strided(x, (3, 4), (TABLE, TABLE // 4))
+    rows[...] = np.arange(1, 13).reshape(3, 4)
+    assert on_cpu.gather(rows, [2, 0]).tolist() == [[9, 10, 11, 12], [1, 2, 3, 4]]
+    assert on_cpu.gather(rows, [3, -2], axis=1).tolist() == [[4, 3], [8, 7], [12, 11]]
+    assert on_cpu.gather(rows[::-1, ::-1], 0).tolist() == [12, 11, 10, 9]
+    assert on_cpu.gather(rows, [11, 4], axis=None).tolist() == [12, 5]
+    assert on_cpu.take_along_axis(rows, [[2, 1, 0, 2]], 0).tolist() == [[9, 6, 3, 12]]
+
+
+def test_distant_out_and_indices(on_cpu):
+    memory = reserved(4 * TABLE)
+    out = as_strided(memory, (4,), (TABLE,))
+    indices = as_strided(reserved(3 * TABLE).view(np.int8), (2, 2), (TABLE, TABLE // 2))
+    indices[...] = [[3, 1], [0, -1]]
+    result = on_cpu.gather(np.array([10, 20, 30, 40], np.uint8), indices.reshape(-1), out=out)
+    assert result is out and out.tolist() == [40, 20, 10, 40]
+    assert on_cpu.gather(np.arange(4), indices).tolist() == [[3, 1], [0, 3]]
+
+
+def test_more_elements_than_memory_could_hold(on_cpu):
+    """Strides of zero make an array of any size, and only what is asked for is read."""
+    x = np.broadcast_to(np.array([5, 6, 7], np.int16), (1 << 40, 3))
+    assert on_cpu.gather(x, [(1 << 40) - 1, 0, -(1 << 40)]).tolist() == [[5, 6, 7]] * 3
+    assert on_cpu.gather(x, [3 * (1 << 40) - 1, 1 << 41, 4], axis=None).tolist() == [7, 7, 6]
+    with pytest.raises(IndexError, match=f"index {1 << 40} is out of bounds for axis 0"):
+        on_cpu.gather(x, [1 << 40])
+
+
+def test_large_and_empty(gpuops):
+    """Sizes beyond any memory, of arrays without an element."""
+    x = np.zeros((1 << 40, 0, 1 << 20), np.uint8)
+    assert gpuops.gather(x, [5], axis=0).shape == (1, 0, 1 << 20)
+    assert gpuops.gather(x, [], axis=2).shape == (1 << 40, 0, 0)
+    nothing = np.broadcast_to(np.zeros((), np.int64), (1 << 40, 0))
+    assert gpuops.gather(np.arange(3), nothing).shape == (1 << 40, 0)
+
+
+def test_results_that_nothing_could_hold(on_cpu):
+    x = np.broadcast_to(np.zeros(1), (4, 1 << 40))
+    indices = np.broadcast_to(np.zeros((), np.int64), 1 << 40)
+    with pytest.raises((MemoryError, ValueError)):
+        on_cpu.gather(x, indices)
+    with pytest.raises((MemoryError, ValueError)):
+        on_cpu.gather(np.zeros(1), np.broadcast_to(np.zeros((), np.int8), 1 << 50))
+    x = np.broadcast_to(np.zeros((), "V1000"), (1 << 20, 4, 1 << 20))
+    with pytest.raises((MemoryError, ValueError)):
+        on_cpu.gather(x, np.broadcast_to(np.zeros((), np.int8), 1 << 20), axis=1)
+
+
+def test_many_indices(on_cpu):
+    """A result of more than 2**31 elements, which does take its memory."""
+    if os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") < 4 << 30:
+        pytest.skip("needs 4 GiB of free memory")
+    count = (1 << 31) // 4096 + 3
+    x = np.broadcast_to(np.arange(4, dtype=np.uint8)[:, None], (4, 4096))
+    indices = np.zeros(count, np.int8)
+    indices[-1], indices[-2] = 3, 2
+    out = reserved(count * 4096).reshape(count, 4096)
+    on_cpu.gather(x, indices, out=out)
+    assert out[-3:, [0, -1]].tolist() == [[0, 0], [2, 2], [3, 3]]
+    assert not out[:: count // 7, 5].any()
+
+
+# On a GPU, with memory for real.
+
+
+@pytest.fixture
+def on_gpu(cuda_device):
+    with cuda_device.gpuops.device("cuda"):
+        yield cuda_device.gpuops
+
+
+def test_large_table_on_the_gpu(on_gpu):
+    x = reserved(TABLE)
+    at = marked(x)
+    expected = np.arange(1, len(at) + 1).astype(np.uint8)
+    same(on_gpu.gather(x, at), expected)
+    same(on_gpu.gather(x, at - TABLE), expected)
+    same(on_gpu.gather(x, at + TABLE, mode="wrap"), expected)
+    same(on_gpu.take_along_axis(x, at), expected)
+    for index in (TABLE, -TABLE - 1):
+        with pytest.raises(IndexError, match=f"^index {index} is out of bounds"):
+            on_gpu.gather(x, [0, index])
+    rows = x[: 1 << 32].reshape(1 << 16, 1 << 16)
+    indices = np.array([0, (1 << 15) - 1, 1 << 15, (1 << 16) - 1])
+    same(on_gpu.gather(rows, indices), rows[indices])
+    same(on_gpu.gather(rows, indices, axis=1), rows[:, indices])
+
+
+def test_large_result_on_the_gpu(on_gpu):
+    """More than 2**32 bytes come back."""
+    x = np.arange(256, dtype=np.uint8)[:, None] * np.ones(1 << 16, np.uint8)
+    indices = np.arange((1 << 16) + 1) % 256
+    result = on_gpu.gather(x, indices)
+    assert result.shape == ((1 << 16) + 1, 1 << 16)
+    assert (result[:, 0] == indices).all() and (result[:, -1] == indices).all()
+    many = np.zeros((1 << 32) + 7, np.int8)
+    many[-1] = many[1 << 31] = many[1 << 32] = 5
+    result = on_gpu.gather(np.arange(10, dtype=np.int8), many)
+    assert (result == many).all()
+    many[-1] = 10
+    with pytest.raises(IndexError, match="^index 10 is out of bounds for axis 0 with size 10"):
+        on_gpu.gather(np.arange(10, dtype=np.int8), many, out=result)
+    assert result[-1] == 5

@@ -1,0 +1,235 @@
+"""Many threads at once, a writer that races with a call, and the worker pool's size."""
+
+import os
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+from helpers import run_child
+
+THREADS = 8
+RACE_SECONDS = 2.0
+
+
+def run_threads(functions):
+    """Runs functions at once, each on a thread of its own; raises what the first one raised."""
+    errors = []
+    barrier = threading.Barrier(len(functions))
+
+    def guarded(function):
+        try:
+            barrier.wait()
+            function()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(function,)) for function in functions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=120)
+        assert not thread.is_alive(), "a call hangs"
+    if errors:
+        raise errors[0]
+
+
+@pytest.fixture
+def short_switch_interval():
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(before)
+
+
+def test_eight_threads_on_shared_arrays(gpuops, device, short_switch_interval):
+    generator = np.random.default_rng(0)
+    table = generator.integers(0, 1 << 30, size=(20_000, 8), dtype=np.int32)
+    sizes = [3, 100, 5000, 60_000]
+    indices = [generator.integers(-20_000, 20_000, size=size) for size in sizes]
+    expected = [table[each] for each in indices]
+    columns = generator.integers(0, 8, size=(20_000, 3))
+    along = np.take_along_axis(table, columns, 1)
+    rounds = 40 if device.name == "cpu" else 8
+
+    def work(number):
+        for turn in range(rounds):
+            which = (number + turn) % len(sizes)
+            kind = (number + turn // len(sizes)) % 4
+            if kind == 0:
+                result = gpuops.gather(table, indices[which], device=device.spec)
+                assert (result == expected[which]).all()
+            elif kind == 1:
+                out = np.empty_like(expected[which])
+                gpuops.take(table, indices[which], 0, out, device=device.spec)
+                assert (out == expected[which]).all()
+            elif kind == 2:
+                result = gpuops.take_along_axis(table, columns, 1, device=device.spec)
+                assert (result == along).all()
+            else:
+                bad = indices[which].copy()
+                bad[-1] = 20_000 + number
+                with pytest.raises(IndexError, match=f"^index {20_000 + number} is out of bounds"):
+                    gpuops.gather(table, bad, device=device.spec)
+
+    run_threads([lambda number=number: work(number) for number in range(THREADS)])
+
+
+def test_small_calls_from_many_threads(gpuops, device, short_switch_interval):
+    x = np.arange(100.0)
+    rounds = 3000 if device.name == "cpu" else 200
+
+    def work(number):
+        for turn in range(rounds):
+            position = (number * 13 + turn) % 100
+            assert gpuops.gather(x, position, device=device.spec) == position
+            try:
+                gpuops.gather(x, 100 + position, device=device.spec)
+            except IndexError as error:
+                assert f"index {100 + position} " in str(error)
+            else:
+                pytest.fail("no IndexError")
+
+    run_threads([lambda number=number: work(number) for number in range(THREADS)])
+
+
+def test_a_racing_writer_never_leads_out_of_bounds(gpuops, device):
+    """An index that flips while a call runs gives its value before, after, or IndexError."""
+    x = np.arange(1000, dtype=np.int64)
+    indices = np.arange(1000).repeat(50)
+    rows = np.arange(4000, dtype=np.int64).reshape(1000, 4)
+    place = 30_000
+    good, bad = indices[place], 1 << 60
+    stop = threading.Event()
+
+    def write():
+        while not stop.is_set():
+            indices[place] = bad
+            indices[place] = good
+            indices[place] = -(1 << 62)
+            indices[place] = good
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    outcomes = {"value": 0, "error": 0}
+    expected = np.arange(1000).repeat(50)
+    out = np.zeros(50_000, np.int64)
+    try:
+        deadline = time.monotonic() + RACE_SECONDS
+        turn = 0
+        while time.monotonic() < deadline:
+            turn += 1
+            try:
+                if turn % 3 == 0:
+                    result = gpuops.gather(rows, indices)[:, 0] // 4
+                elif turn % 3 == 1:
+                    result = gpuops.gather(x, indices)
+                else:
+                    result = gpuops.gather(x, indices, out=out)
+            except IndexError as error:
+                assert f"index {bad} " in str(error) or f"index {-(1 << 62)} " in str(error)
+                outcomes["error"] += 1
+            else:
+                assert (result == expected).all()
+                outcomes["value"] += 1
+    finally:
+        stop.set()
+        writer.join()
+    assert min(outcomes.values()) > 0, outcomes
+
+
+def test_the_gil_is_free_while_data_move(gpuops, device):
+    """Another thread gets on with its Python while a long call runs."""
+    if device.name == "fake":
+        pytest.skip("the fake runtime computes as slowly as it pleases, but outside of the GIL too")
+    x = np.zeros((64, 1 << 20), np.uint8)
+    indices = np.arange(64).repeat(4)
+    out = np.empty((256, 1 << 20), np.uint8)
+    counted = []
+    stop = threading.Event()
+
+    def count():
+        while not stop.is_set():
+            counted.append(time.perf_counter())
+            time.sleep(0)
+
+    gpuops.gather(x, indices, out=out)
+    counter = threading.Thread(target=count)
+    counter.start()
+    try:
+        for _ in range(5):
+            begin = time.perf_counter()
+            gpuops.gather(x, indices, out=out)
+            end = time.perf_counter()
+            inside = [at for at in counted if begin < at < end]
+            if len(inside) > 10:
+                return
+    finally:
+        stop.set()
+        counter.join()
+    pytest.fail(f"{len(inside)} steps of another thread in {end - begin:.3f} s")
+
+
+POOL_SIZE = """
+import os, gpuops, numpy as np
+{before}
+os.environ.pop("OMP_NUM_THREADS", None)
+threads = lambda: len(os.listdir("/proc/self/task"))
+at_first = threads()
+x = np.arange(1 << 20)
+indices = np.random.default_rng(0).integers(0, 1 << 20, size=1 << 21)
+expected = x[indices]
+for _ in range(3):
+    assert (gpuops.gather(x, indices, device="cpu") == expected).all()
+print(gpuops.show_config(mode="dicts")["cpu_threads"], threads() - at_first)
+"""
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_number_of_threads_can_be_set(cpu_device, count):
+    output = run_child(
+        cpu_device.gpuops, POOL_SIZE.format(before=""), GPUOPS_NUM_THREADS=str(count)
+    )
+    # The calling thread works too.
+    assert output.split() == [str(count), str(count - 1)]
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="no CPU affinity here")
+def test_cpu_affinity_is_respected(cpu_device):
+    allowed = sorted(os.sched_getaffinity(0))
+    for cores in {1, len(allowed)}:
+        before = f"os.sched_setaffinity(0, {set(allowed[:cores])})"
+        output = run_child(cpu_device.gpuops, POOL_SIZE.format(before=before))
+        assert output.split() == [str(cores), str(cores - 1)]
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "many", "1.5", "99999999999999999999", "2 "])
+def test_a_wrong_number_of_threads_is_refused(cpu_device, value):
+    source = """
+import gpuops
+try:
+    gpuops.gather([1, 2], [0], device="cpu")
+except ValueError as error:
+    print(error)
+"""
+    output = run_child(cpu_device.gpuops, source, GPUOPS_NUM_THREADS=value)
+    assert "GPUOPS_NUM_THREADS" in output and value.strip() in output
+
+
+def test_calls_from_daemon_threads_at_exit(gpuops, device):
+    """The interpreter ends in silence while threads are still calling."""
+    source = f"""
+import threading, gpuops, numpy as np
+x, indices = np.arange(1000.0), np.arange(1000).repeat(500)
+started = threading.Event()
+def work():
+    while True:
+        gpuops.gather(x, indices, device={device.spec!r})
+        started.set()
+for _ in range(3):
+    threading.Thread(target=work, daemon=True).start()
+started.wait()
+"""
+    for _ in range(3):
+        assert run_child(gpuops, source) == ""

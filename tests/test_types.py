@@ -1,0 +1,98 @@
+"""The type stubs: shipped, complete, and right about what comes back."""
+
+import ast
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers import package_parent
+
+SNIPPET = """
+from typing import Any, assert_type
+
+import gpuops
+import numpy as np
+from numpy.typing import NDArray
+
+x = np.zeros(3, np.float32)
+out = np.zeros(2, np.float32)
+indices = np.array([0, 1])
+assert_type(gpuops.gather(x, indices), NDArray[np.float32])
+assert_type(gpuops.gather(x, [1, 0], axis=None, mode="wrap"), NDArray[np.float32])
+assert_type(gpuops.take(x, indices, 0, None, "clip"), NDArray[np.float32])
+assert_type(gpuops.take_along_axis(x, indices), NDArray[np.float32])
+assert_type(gpuops.device_count(), int)
+assert_type(gpuops.is_available(), bool)
+assert_type(gpuops.hello(), list[str])
+gpuops.gather(x, indices, out=out).shape
+gpuops.gather([1, 2], 0, device="cuda:1")
+with gpuops.device("cpu"):
+    pass
+
+gpuops.gather(x, indices, mode="foo")  # type: ignore[call-overload]
+gpuops.gather(x, indices, nonsense=1)  # type: ignore[call-overload]
+gpuops.gather(x=x, indices=indices)  # type: ignore[call-overload]
+gpuops.gather(x)  # type: ignore[call-overload]
+gpuops.gather(x, indices, axis="0")  # type: ignore[call-overload]
+gpuops.device(1.5)  # type: ignore[arg-type]
+"""
+
+
+def test_the_stubs_are_installed(gpuops):
+    package = Path(gpuops.__path__[0])
+    assert (package / "py.typed").is_file()
+    for name in ("__init__.pyi", "_core.pyi"):
+        ast.parse((package / name).read_text())
+
+
+def names_in(path):
+    return {
+        node.name if not isinstance(node, ast.AnnAssign) else node.target.id
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.AnnAssign))
+    }
+
+
+def test_every_public_name_has_a_stub(gpuops):
+    package = Path(gpuops.__path__[0])
+    known = names_in(package / "__init__.pyi") | names_in(package / "_core.pyi")
+    assert set(gpuops.__all__) <= known
+    public = {name for name in vars(gpuops._core) if not name.startswith("__")}
+    assert public <= names_in(package / "_core.pyi")
+
+
+def test_every_public_name_has_documentation(gpuops):
+    for name in gpuops.__all__:
+        if name != "__version__":
+            assert inspect.getdoc(getattr(gpuops, name)), name
+    assert np.lib.NumpyVersion(gpuops.__version__) >= "0.0.0"
+
+
+def test_all_is_what_there_is(gpuops):
+    for name in gpuops.__all__:
+        assert hasattr(gpuops, name)
+    assert len(set(gpuops.__all__)) == len(gpuops.__all__)
+    expected = {
+        "gather", "take", "take_along_axis", "hello", "is_available", "device_count", "devices",
+        "show_config", "device", "DeviceError", "DeviceLostError", "ForkedProcessError",
+        "__version__",
+    }  # fmt: skip
+    assert expected <= set(gpuops.__all__)
+
+
+def test_a_type_checker_agrees(cpu_device, tmp_path):
+    pytest.importorskip("mypy")
+    snippet = tmp_path / "snippet.py"
+    snippet.write_text(SNIPPET)
+    checked = subprocess.run(
+        [sys.executable, "-m", "mypy", "--strict", "--cache-dir", str(tmp_path), str(snippet)],
+        env={"MYPYPATH": package_parent(cpu_device.gpuops), "PATH": ""},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert checked.returncode == 0, checked.stdout + checked.stderr
