@@ -80,11 +80,10 @@ def take(a, indices, axis=None, mode="raise"):
     """`numpy.take`, for indices of any size."""
     x, axis = flattened(a, axis)
     size = x.shape[axis]
-    # NumPy looks at no index where there is nothing before the axis to take from.
-    unseen = 0 in x.shape[:axis]
-    if mode == "raise" and (size == 0 or unseen):
-        return x.take(np.array(indices, order="C").astype(np.int64), axis=axis)
-    if size == 0:
+    # NumPy looks at no index where there is nothing before the axis to take from, and takes from an
+    # empty axis where nothing comes of it.
+    empty = 0 in x.shape[:axis] + indices.shape + x.shape[axis + 1 :]
+    if 0 in x.shape[:axis] or (size == 0 and not (empty and mode == "raise")):
         return x.take(np.zeros(indices.shape, np.int64), axis=axis, mode="clip")
     return x.take(positions(indices, size, mode, axis), axis=axis, mode=mode)
 

@@ -117,6 +117,15 @@ def test_fill_is_the_zero_of_the_dtype(gpuops):
     assert result.tolist() == [(3, 4.0), (8, 9.0)]
 
 
+def test_fill_value_that_is_part_of_out(gpuops):
+    out = np.array([1.0, 9.0, 3.0])
+    gpuops.gather(LINE, [0, 7, 7], mode="fill", fill_value=out[1:2].reshape(()), out=out)
+    assert out.tolist() == [1.5, 9.0, 9.0]
+    out = np.array([9.0, 2.0, 3.0])
+    gpuops.gather(LINE, [0, 7, 7], mode="fill", fill_value=out[:1].reshape(()), out=out)
+    assert out.tolist() == [1.5, 9.0, 9.0]
+
+
 def test_fill_from_an_empty_axis(gpuops):
     result = gpuops.gather(np.zeros((0, 2)), [0, 1, -1], mode="fill", fill_value=4)
     assert result.tolist() == [[4, 4], [4, 4], [4, 4]]
@@ -695,6 +704,13 @@ def test_out_may_not_overlap_itself(gpuops):
         with pytest.raises(ValueError):
             gpuops.gather(LINE, [0, 1, 2], out=out)
     assert memory.tolist() == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_strides_that_interleave_are_no_overlap(gpuops):
+    memory = np.zeros(8, np.int64)
+    out = np.lib.stride_tricks.as_strided(memory, (2, 3), (24, 16))
+    gpuops.gather(np.arange(1, 4), [[0, 1, 2], [2, 1, 0]], out=out)
+    assert memory.tolist() == [1, 0, 2, 3, 3, 2, 0, 1]
 
 
 def test_a_single_element_with_stride_zero_is_no_overlap(gpuops):

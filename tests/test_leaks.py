@@ -2,10 +2,14 @@
 
 import array
 import gc
+import os
 import sys
 
 import numpy as np
 import pytest
+
+# A sanitizer keeps freed memory to itself for a while; all else is looked at under it, too.
+SANITIZED = "libasan" in os.environ.get("LD_PRELOAD", "")
 
 CALLS = {"cpu": 1_000_000, "fake": 20_000, "cuda": 20_000}
 MEBIBYTE = 1 << 20
@@ -18,6 +22,8 @@ def resident_bytes():
 
 X = np.arange(10.0)
 ROWS = np.arange(12.0).reshape(4, 3)
+WIDE = np.arange(400.0).reshape(4, 100)
+MANY = np.arange(300)[::-3] % 4
 INDICES = np.array([3, -1, 0])
 ALONG = np.array([[0, 1, 2]])
 BAD = np.array([0, 99])
@@ -29,11 +35,11 @@ GOOD = {
     "gather": lambda gpuops: gpuops.gather(X, INDICES),
     "scalar": lambda gpuops: gpuops.gather(X, 3),
     "out": lambda gpuops: gpuops.gather(X, INDICES, out=OUT),
-    "axis and fill": lambda gpuops: gpuops.gather(ROWS, BAD, axis=1, mode="fill", fill_value=2),
+    "fill": lambda gpuops: gpuops.gather(WIDE, BAD, mode="fill", fill_value=2),
     "converted": lambda gpuops: gpuops.gather([1.0, 2.0], [1, 0]),
     "buffer": lambda gpuops: gpuops.gather(BUFFER, BUFFER_INDICES),
     "overlap": lambda gpuops: gpuops.gather(X, INDICES, out=X[:3]),
-    "strided": lambda gpuops: gpuops.gather(ROWS.T, INDICES[::-1], axis=1),
+    "strided": lambda gpuops: gpuops.gather(ROWS.T, MANY, axis=1),
     "take": lambda gpuops: gpuops.take(ROWS, INDICES, 0, None, "wrap"),
     "take_along_axis": lambda gpuops: gpuops.take_along_axis(ROWS, ALONG, 0),
 }
@@ -76,7 +82,7 @@ def make_failing_calls(gpuops, count):
             pytest.fail(f"{name}: no {error.__name__}")
 
 
-OPERANDS = [X, ROWS, INDICES, ALONG, BAD, OUT, NARROW, BUFFER, BUFFER_INDICES]
+OPERANDS = [X, ROWS, WIDE, MANY, INDICES, ALONG, BAD, OUT, NARROW, BUFFER, BUFFER_INDICES]
 
 
 def references():
@@ -96,7 +102,7 @@ def test_a_million_calls_leave_nothing(gpuops, device, make_calls):
     grown = resident_bytes() - resident
     assert references() == before
     # One lost reference to a result of the smallest size would cost 50 MB here on the CPU.
-    assert grown < 2 * MEBIBYTE, f"{grown / count:.2f} bytes a call"
+    assert SANITIZED or grown < 2 * MEBIBYTE, f"{grown / count:.2f} bytes a call"
     if live:
         assert device.fake.live().allocations == live.allocations
         assert device.fake.live().bytes == live.bytes
@@ -116,7 +122,7 @@ def test_large_results_are_freed(gpuops, device):
         gpuops.gather(x, indices)
         with pytest.raises(IndexError):
             gpuops.gather(x, indices + 1)
-    assert resident_bytes() - resident < 40 * MEBIBYTE
+    assert SANITIZED or resident_bytes() - resident < 40 * MEBIBYTE
 
 
 def test_a_result_holds_nothing_but_itself(gpuops):

@@ -12,7 +12,7 @@ A sanitized package loads only into a process that has the sanitizer's runtime f
 Python's own memory would all be reported as leaked:
 
     LD_PRELOAD="$(cc -print-file-name=libasan.so) $(cc -print-file-name=libstdc++.so)" \\
-    ASAN_OPTIONS=detect_leaks=0 \\
+    ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 \\
         python -m pytest --package=build/cpu-asan --fake=build/fake-asan --require-fake
 
 libstdc++ stands there for other extension modules: ASan must find the function that throws C++
