@@ -48,8 +48,8 @@ def same(result, expected):
 class Guarded:
     """An output array between two guards, in memory that starts out as a known pattern.
 
-    `layout` is "C", "F", "strided" (every second element of every axis), "backward" (the first
-    axis runs downwards) or "misaligned" (one byte off).
+    `layout` is "C", "F", "strided" (every second element of every axis), "padded" (rows with a gap
+    behind them), "backward" (the first axis runs downwards) or "misaligned" (one byte off).
     """
 
     GUARD = 64
@@ -63,6 +63,8 @@ class Guarded:
         for axis in axes if layout == "F" else reversed(axes):
             strides.append(nbytes * steps)
             nbytes *= max(shape[axis], 1) * steps
+            if layout == "padded" and axis == len(shape) - 1:
+                nbytes += 3 * max(dtype.itemsize, 1)
         if layout != "F":
             strides.reverse()
         offset = self.GUARD + (layout == "misaligned")

@@ -76,17 +76,14 @@ def test_fill_value(small, name):
 
 
 @pytest.mark.parametrize("name", SHAPES)
-@pytest.mark.parametrize("layout", ["C", "F", "strided", "backward", "misaligned"])
+@pytest.mark.parametrize("layout", ["C", "F", "strided", "backward", "misaligned", "padded"])
 def test_every_layout(small, name, layout):
     """x, indices and out all lie oddly in host memory."""
     x, indices, axis = operands(name)
     expected = reference.gather(x, indices, axis)
-    if axis is not None:
-        odd = Guarded(x.shape, x.dtype, layout)
-        odd.array[...] = x
-        x = odd.array
-    else:
-        x = np.asfortranarray(x)
+    odd = Guarded(x.shape, x.dtype, layout)
+    odd.array[...] = x
+    x = odd.array
     indices = np.repeat(indices, 2, axis=-1)[..., ::2]
     out = Guarded(expected.shape, x.dtype, layout)
     assert small.gather(x, indices, axis=axis, out=out.array) is out.array
@@ -170,6 +167,19 @@ def test_random_shapes(small, fake_device, seed):
     indices = generator.integers(-size, size, size=x.shape)
     expected = reference.take_along_axis(x, indices, axis, mode)
     same(small.take_along_axis(x, indices, axis, mode=mode), expected)
+
+
+def test_odd_layouts_of_some_mebibytes(fake_device):
+    """More than is packed on the host at a time, and no multiple of it."""
+    gpuops = fake_device.gpuops
+    for dtype, shape in (("f4", (3001, 701)), ("V3", (2, 1_500_001)), ("V70001", (101,))):
+        for layout in ("strided", "backward", "F"):
+            x, out = Guarded(shape, dtype, layout), Guarded(shape, dtype, layout)
+            x.array[...] = filled_array(shape, dtype)
+            indices = np.random.default_rng(1).permutation(shape[0])
+            gpuops.gather(x.array, indices, out=out.array, device="cuda")
+            assert out.array.tobytes() == x.array[indices].tobytes()
+            assert out.kept_to_its_own()
 
 
 def test_every_amount_of_memory(small, fake_device):
