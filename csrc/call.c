@@ -38,10 +38,8 @@ int read_signature(Signature *signature)
             if (parameter->name == NULL) return -1;
             PyUnicode_InternInPlace(&parameter->name);
             parameter->role = role_of(parameter->name);
-            parameter->by_position = by_position;
             parameter->by_keyword = true;
             parameter->required = at[name_length] != '=';
-            signature->inputs += parameter->role == ROLE_INPUT;
             signature->by_position += by_position;
             if (parameter->role == ROLE_AXIS) {
                 const char *value = at + name_length + 1;
@@ -114,15 +112,19 @@ static int read_axis(PyObject *object, Call *call)
     call->axis_is_none = object == Py_None;
     call->axis = 0;
     if (call->axis_is_none) return 0;
-    PyObject *index = PyNumber_Index(object);
-    if (index == NULL) return -1;
-    int overflow;
-    long axis = PyLong_AsLongAndOverflow(index, &overflow);
+    PyObject *index = PyBool_Check(object) ? NULL : PyNumber_Index(object);
+    if (index == NULL) {
+        if (PyBool_Check(object))
+            PyErr_SetString(PyExc_TypeError, "an integer is required for the axis, not a bool");
+        return -1;
+    }
+    long axis = PyLong_AsLong(index);
     Py_DECREF(index);
     if (axis == -1 && PyErr_Occurred()) return -1;
-    /* No array has that many dimensions, so plan will say that the axis is out of bounds. */
-    if (overflow != 0 || axis > INT_MAX || axis < INT_MIN)
-        axis = overflow < 0 || axis < 0 ? INT_MIN : INT_MAX;
+    if (axis > INT_MAX || axis < INT_MIN) {
+        PyErr_SetString(PyExc_ValueError, "integer won't fit into a C int: axis is out of bounds");
+        return -1;
+    }
     call->axis = (int)axis;
     return 0;
 }
@@ -151,41 +153,52 @@ static int read_mode(PyObject *object, Mode *mode)
     return -1;
 }
 
+/* Whether two 0-d arrays hold equal values; -1 with an exception. */
+static int same_value(PyArrayObject *one, PyArrayObject *other)
+{
+    PyObject *first = PyArray_Return(hold(one)), *second = PyArray_Return(hold(other));
+    int same =
+        first == NULL || second == NULL ? -1 : PyObject_RichCompareBool(first, second, Py_EQ);
+    Py_XDECREF(first);
+    Py_XDECREF(second);
+    return same;
+}
+
+/* A cast from float to integer, say, drops what does not fit; a fill value must come through. */
+static int check_fill(PyObject *object, PyArrayObject *fill)
+{
+    if (PyArray_NDIM(fill) != 0) {
+        PyErr_Format(PyExc_ValueError, "fill_value must be a scalar, not an array of %d dimensions",
+                     PyArray_NDIM(fill));
+        return -1;
+    }
+    int type = PyArray_TYPE(fill);
+    bool is_integer = PyTypeNum_ISINTEGER(type) || PyTypeNum_ISBOOL(type);
+    if (!is_integer && !PyTypeNum_ISFLOAT(type)) return 0;
+    PyArrayObject *natural = (PyArrayObject *)PyArray_FromAny(object, NULL, 0, 0, 0, NULL);
+    if (natural == NULL) return -1;
+    int same = is_integer ? same_value(natural, fill) : !PyTypeNum_ISCOMPLEX(PyArray_TYPE(natural));
+    release(natural);
+    if (same == 0)
+        PyErr_Format(PyExc_TypeError,
+                     "fill_value %R would lose its value in an array of dtype %S: pass one of that "
+                     "dtype",
+                     object, PyArray_DESCR(fill));
+    return same == 1 ? 0 : -1;
+}
+
 /* One element of an array's dtype, made of fill_value; NULL stands for a zero. */
 static PyArrayObject *read_fill(PyObject *object, PyArrayObject *like)
 {
     PyArray_Descr *descr = PyArray_DESCR(like);
     Py_INCREF((PyObject *)descr);
-    if (object == NULL || object == Py_None)
-        return (PyArrayObject *)PyArray_Zeros(0, NULL, descr, 0);
-
-    PyArrayObject *natural = (PyArrayObject *)PyArray_FromAny(object, NULL, 0, 0, 0, NULL);
-    PyArrayObject *fill = NULL;
-    if (natural == NULL) {
-        Py_DECREF((PyObject *)descr);
+    if (object == NULL) return (PyArrayObject *)PyArray_Zeros(0, NULL, descr, 0);
+    PyArrayObject *fill = (PyArrayObject *)PyArray_FromAny(
+        object, descr, 0, 0, NPY_ARRAY_CARRAY | NPY_ARRAY_FORCECAST, NULL);
+    if (fill != NULL && check_fill(object, fill) < 0) {
+        release(fill);
         return NULL;
     }
-    bool to_integer = PyTypeNum_ISINTEGER(descr->type_num) || PyTypeNum_ISBOOL(descr->type_num);
-    bool to_real = to_integer || PyTypeNum_ISFLOAT(descr->type_num);
-    int type = PyArray_TYPE(natural);
-    if ((to_integer && PyTypeNum_ISFLOAT(type)) || (to_real && PyTypeNum_ISCOMPLEX(type))) {
-        PyErr_Format(PyExc_TypeError,
-                     "fill_value %R would lose its value in an array of dtype %S: pass one of that "
-                     "dtype",
-                     object, descr);
-        Py_DECREF((PyObject *)descr);
-    } else {
-        fill = (PyArrayObject *)PyArray_FromAny(object, descr, 0, GPUOPS_MAX_DIMS,
-                                                NPY_ARRAY_CARRAY | NPY_ARRAY_FORCECAST, NULL);
-        if (fill != NULL && PyArray_NDIM(fill) != 0) {
-            PyErr_Format(PyExc_ValueError,
-                         "fill_value must be a scalar, not an array of %d dimensions",
-                         PyArray_NDIM(fill));
-            release(fill);
-            fill = NULL;
-        }
-    }
-    release(natural);
     return fill;
 }
 
@@ -234,18 +247,26 @@ static PyArrayObject *new_output(const Call *call, PyArrayObject *like)
     for (int i = 0; i < call->out.ndim; i++) shape[i] = call->out.shape[i];
     PyArray_Descr *descr = PyArray_DESCR(like);
     Py_INCREF((PyObject *)descr);
+    /* NumPy makes the strings of a new array at least one character wide, which nobody fills. */
+    if (PyArray_ITEMSIZE(like) == 0)
+        return (PyArrayObject *)PyArray_Zeros(call->out.ndim, shape, descr, 0);
     return (PyArrayObject *)PyArray_NewFromDescr(&PyArray_Type, descr, call->out.ndim, shape, NULL,
                                                  NULL, 0, NULL);
 }
 
 /* Errors. */
 
-static PyObject *axis_error(void)
+static void raise_axis_error(void)
 {
+    const Failure *failure = last_failure();
     PyObject *module = PyImport_ImportModule("numpy.exceptions");
     PyObject *type = module == NULL ? NULL : PyObject_GetAttrString(module, "AxisError");
+    PyObject *error =
+        type == NULL ? NULL : PyObject_CallFunction(type, "ii", failure->axis, failure->ndim);
+    if (error != NULL) PyErr_SetObject(type, error);
+    Py_XDECREF(error);
+    Py_XDECREF(type);
     Py_XDECREF(module);
-    return type;
 }
 
 static int set_attribute(PyObject *error, const char *name, PyObject *value)
@@ -272,27 +293,25 @@ static void raise_device_error(PyObject *type, const char *op, int device)
     Py_DECREF(error);
 }
 
-/* Sets the exception that a failed status stands for, and returns NULL. */
+/* Sets the exception that a failed status stands for, and returns NULL. The text may hold bytes of
+ * the environment, which PyErr_Format takes as they are. */
 void *raise_status(State *state, Status status, const char *op, int device)
 {
     const char *text = last_failure()->text;
-    PyObject *type = NULL;
     switch (status) {
     case STATUS_OK:
         break;
     case STATUS_TYPE_ERROR:
-        PyErr_SetString(PyExc_TypeError, text);
+        PyErr_Format(PyExc_TypeError, "%s", text);
         break;
     case STATUS_VALUE_ERROR:
-        PyErr_SetString(PyExc_ValueError, text);
+        PyErr_Format(PyExc_ValueError, "%s", text);
         break;
     case STATUS_INDEX_ERROR:
-        PyErr_SetString(PyExc_IndexError, text);
+        PyErr_Format(PyExc_IndexError, "%s", text);
         break;
     case STATUS_AXIS_ERROR:
-        type = axis_error();
-        if (type != NULL) PyErr_SetString(type, text);
-        Py_XDECREF(type);
+        raise_axis_error();
         break;
     case STATUS_MEMORY_ERROR:
         PyErr_Format(PyExc_MemoryError, "%s: %s", op, text);
@@ -330,6 +349,71 @@ static Status do_work(void *context)
     return status == STATUS_OK ? work->call->op->run(work->call) : status;
 }
 
+/* Everything that may run Python code, which could resize an array that has been looked at. */
+typedef struct Arguments {
+    PyArrayObject *inputs[GPUOPS_MAX_INPUTS];
+    const char *names[GPUOPS_MAX_INPUTS];
+    int count;
+    PyArrayObject *out;     /* what out= holds, or NULL */
+    PyObject *out_argument; /* out= itself, borrowed */
+    PyArrayObject *fill;
+    int device;
+} Arguments;
+
+static int read_arguments(const Signature *signature, PyObject **values, Call *call,
+                          Arguments *arguments)
+{
+    PyObject *fill_value = NULL, *device = Py_None;
+    for (int i = 0; i < signature->count; i++) {
+        const Parameter *parameter = &signature->parameters[i];
+        PyObject *value = values[i];
+        if (value == NULL) continue;
+        switch (parameter->role) {
+        case ROLE_INPUT: {
+            const char *name = PyUnicode_AsUTF8AndSize(parameter->name, NULL);
+            if (name == NULL) return -1;
+            PyArrayObject *input =
+                strcmp(name, "indices") == 0 ? as_indices(value, name) : as_array(value, name);
+            if (input == NULL) return -1;
+            arguments->inputs[arguments->count] = input;
+            arguments->names[arguments->count++] = name;
+            break;
+        }
+        case ROLE_AXIS:
+            if (read_axis(value, call) < 0) return -1;
+            break;
+        case ROLE_MODE:
+            if (read_mode(value, &call->mode) < 0) return -1;
+            break;
+        case ROLE_FILL:
+            fill_value = value == Py_None ? NULL : value;
+            break;
+        case ROLE_OUT:
+            if (value == Py_None) break;
+            arguments->out_argument = value;
+            arguments->out = as_output(value);
+            if (arguments->out == NULL) return -1;
+            break;
+        case ROLE_DEVICE:
+            device = value;
+            break;
+        case ROLE_STREAM:
+            if (read_stream(value, &call->stream) < 0) return -1;
+            break;
+        }
+    }
+    if (call->mode == MODE_FILL) {
+        if (check_dtype(arguments->inputs[0], arguments->names[0]) < 0) return -1;
+        arguments->fill = read_fill(fill_value, arguments->inputs[0]);
+        if (arguments->fill == NULL) return -1;
+        call->fill = PyArray_DATA(arguments->fill);
+    } else if (fill_value != NULL) {
+        PyErr_SetString(PyExc_ValueError, "fill_value is for mode='fill' only");
+        return -1;
+    }
+    return read_device(device, &arguments->device);
+}
+
 PyObject *call_operator(PyObject *module, int op, PyObject *const *args, Py_ssize_t count,
                         PyObject *names)
 {
@@ -346,92 +430,50 @@ PyObject *call_operator(PyObject *module, int op, PyObject *const *args, Py_ssiz
     call.fill = NULL;
     call.device = DEVICE_CPU;
     call.stream = NULL;
-    Work work = {&call, DEVICE_DEFAULT};
-    PyArrayObject *inputs[GPUOPS_MAX_INPUTS] = {NULL};
-    PyArrayObject *fill = NULL, *given = NULL, *out = NULL;
-    PyObject *fill_value = NULL, *out_argument = NULL, *device = Py_None, *result = NULL;
-    int input = 0;
+    Arguments arguments = {.device = DEVICE_DEFAULT};
+    PyArrayObject *out = NULL;
+    PyObject *result = NULL;
 
-    for (int i = 0; i < signature->count; i++) {
-        const Parameter *parameter = &signature->parameters[i];
-        PyObject *value = values[i];
-        if (value == NULL) continue;
-        switch (parameter->role) {
-        case ROLE_INPUT: {
-            const char *name = PyUnicode_AsUTF8AndSize(parameter->name, NULL);
-            if (name == NULL) goto done;
-            inputs[input] =
-                strcmp(name, "indices") == 0 ? as_indices(value, name) : as_array(value, name);
-            if (inputs[input] == NULL) goto done;
-            if (fill_view(inputs[input], name, &call.inputs[input]) < 0) goto done;
-            input++;
-            break;
-        }
-        case ROLE_AXIS:
-            if (read_axis(value, &call) < 0) goto done;
-            break;
-        case ROLE_MODE:
-            if (read_mode(value, &call.mode) < 0) goto done;
-            break;
-        case ROLE_FILL:
-            fill_value = value == Py_None ? NULL : value;
-            break;
-        case ROLE_OUT:
-            out_argument = value == Py_None ? NULL : value;
-            break;
-        case ROLE_DEVICE:
-            device = value;
-            break;
-        case ROLE_STREAM:
-            if (read_stream(value, &call.stream) < 0) goto done;
-            break;
-        }
-    }
-    if (read_device(device, &work.wanted_device) < 0) goto done;
+    if (read_arguments(signature, values, &call, &arguments) < 0) goto done;
+    for (int i = 0; i < arguments.count; i++)
+        if (fill_view(arguments.inputs[i], arguments.names[i], &call.inputs[i]) < 0) goto done;
 
     Status status = call.op->plan(&call);
     if (status != STATUS_OK) {
         raise_status(state, status, call.op->name, call.device);
         goto done;
     }
-    if (call.mode == MODE_FILL) {
-        fill = read_fill(fill_value, inputs[0]);
-        if (fill == NULL) goto done;
-        call.fill = PyArray_DATA(fill);
-    } else if (fill_value != NULL) {
-        PyErr_SetString(PyExc_ValueError, "fill_value is for mode='fill' only");
-        goto done;
-    }
 
-    if (out_argument != NULL) {
-        given = as_output(out_argument);
+    PyArrayObject *given = arguments.out;
+    if (given != NULL) {
         View view;
-        if (given == NULL || fill_view(given, "out", &view) < 0 ||
-            check_output(&call, &view, given, inputs[0]) < 0)
+        if (fill_view(given, "out", &view) < 0 ||
+            check_output(&call, &view, given, arguments.inputs[0]) < 0)
             goto done;
         bool overlaps = false;
-        for (int i = 0; i < input; i++) overlaps |= views_overlap(&view, &call.inputs[i]);
+        for (int i = 0; i < arguments.count; i++) overlaps |= views_overlap(&view, &call.inputs[i]);
         /* Operands that overlap act as if they had been copied first. */
-        out = overlaps ? new_output(&call, inputs[0]) : hold(given);
+        out = overlaps ? new_output(&call, arguments.inputs[0]) : hold(given);
     } else {
-        out = new_output(&call, inputs[0]);
+        out = new_output(&call, arguments.inputs[0]);
     }
     if (out == NULL || fill_view(out, "out", &call.out) < 0) goto done;
     call.out_is_fresh = out != given;
 
+    Work work = {&call, arguments.device};
     status = without_gil(do_work, &work);
     if (status != STATUS_OK) {
         raise_status(state, status, call.op->name, call.device);
     } else if (given == NULL) {
         result = PyArray_Return(hold(out));
     } else if (out == given || PyArray_CopyInto(given, out) == 0) {
-        result = Py_NewRef(out_argument);
+        result = Py_NewRef(arguments.out_argument);
     }
 
 done:
-    for (int i = 0; i < GPUOPS_MAX_INPUTS; i++) release(inputs[i]);
-    release(fill);
-    release(given);
+    for (int i = 0; i < arguments.count; i++) release(arguments.inputs[i]);
+    release(arguments.fill);
+    release(arguments.out);
     release(out);
     return result;
 }

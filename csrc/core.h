@@ -34,16 +34,15 @@ typedef enum Role {
 typedef struct Parameter {
     PyObject *name; /* interned */
     Role role;
-    bool by_position, by_keyword, required;
+    bool by_keyword, required;
 } Parameter;
 
 /* An operator and what its signature says. */
 typedef struct Signature {
     Operator op;
-    int count;  /* parameters */
-    int inputs; /* those that are arrays */
-    int by_position;
-    int axis; /* the default, unless it is None */
+    int count;       /* parameters */
+    int by_position; /* those that may be given without their names */
+    int axis;        /* the default, unless it is None */
     bool axis_is_none;
     Parameter parameters[MAX_PARAMETERS];
 } Signature;
@@ -75,6 +74,7 @@ static inline void release(PyArrayObject *array)
 PyArrayObject *as_array(PyObject *object, const char *name);
 PyArrayObject *as_indices(PyObject *object, const char *name);
 PyArrayObject *as_output(PyObject *object);
+int check_dtype(PyArrayObject *array, const char *name);
 int fill_view(PyArrayObject *array, const char *name, View *view);
 bool views_overlap(const View *one, const View *other);
 int overlaps_itself(const View *view);

@@ -49,9 +49,12 @@ int read_device(PyObject *object, int *device)
         PyErr_Format(PyExc_ValueError, "unknown device %R: expected %s", object, EXPECTED);
         return -1;
     }
-    if (PyLong_Check(object) && !PyBool_Check(object)) {
+    if (PyIndex_Check(object) && !PyBool_Check(object)) {
+        PyObject *index = PyNumber_Index(object);
+        if (index == NULL) return -1;
         int overflow;
-        long ordinal = PyLong_AsLongAndOverflow(object, &overflow);
+        long ordinal = PyLong_AsLongAndOverflow(index, &overflow);
+        Py_DECREF(index);
         if (overflow == 0 && ordinal >= 0 && ordinal < INT_MAX) {
             *device = (int)ordinal;
             return 0;

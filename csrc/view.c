@@ -35,7 +35,7 @@ static const struct {
 enum { BUILTIN_DTYPES = sizeof DTYPES / sizeof DTYPES[0] };
 
 /* An allow-list: a dtype is moved only if its bytes are known to be all there is to it. */
-static int check_dtype(PyArrayObject *array, const char *name)
+int check_dtype(PyArrayObject *array, const char *name)
 {
     PyArray_Descr *descr = PyArray_DESCR(array);
     if (PyDataType_REFCHK(descr)) {
@@ -131,7 +131,9 @@ PyArrayObject *as_indices(PyObject *object, const char *name)
 
 PyArrayObject *as_output(PyObject *object)
 {
-    if (!PyArray_Check(object) && !PyObject_CheckBuffer(object)) {
+    /* A NumPy scalar has a buffer too, but not one to write to. */
+    bool is_array = PyArray_Check(object);
+    if (!is_array && (PyArray_CheckScalar(object) || !PyObject_CheckBuffer(object))) {
         PyErr_Format(PyExc_TypeError,
                      "output must be an array, or an object with a writable buffer; out is %R",
                      Py_TYPE(object));

@@ -79,14 +79,13 @@ class device(contextlib.ContextDecorator, threading.local):  # noqa: N801 (used 
     ----------
     spec : {"cpu", "cuda", "cuda:N", "auto"}, int or None
         ``"cuda"`` or an ordinal insists on the GPU, ``"cpu"`` on the CPU, ``"auto"`` takes
-        whichever is expected to be faster, and None leaves the choice to where the data are.
+        whichever is expected to be faster, and None goes back to what holds outside any ``with``.
 
     Raises
     ------
     ValueError
-        On entry, if `spec` names no kind of device.
-    DeviceError
-        If a GPU is asked for and there is none. The text says why.
+        On entry, if `spec` names no kind of device. That there is no such device is a
+        `DeviceError` of the calls inside.
 
     Examples
     --------

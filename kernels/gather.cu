@@ -23,18 +23,9 @@ static Status check_not_mask(const View *indices)
     return fail(STATUS_TYPE_ERROR, "indices has dtype bool: %s", advice_for(indices));
 }
 
-static Status check_axis(Call *call)
+static Status check_axis(Call *call, int ndim)
 {
-    const int ndim = call->inputs[0].ndim;
-    /* As in NumPy, a 0-d array counts as an axis of one element. */
-    if (ndim == 0 && (call->axis == 0 || call->axis == -1)) call->axis_is_none = true;
-    if (call->axis_is_none) {
-        call->axis = 0;
-        return STATUS_OK;
-    }
-    if (call->axis < -ndim || call->axis >= ndim)
-        return fail(STATUS_AXIS_ERROR, "axis %d is out of bounds for array of dimension %d",
-                    call->axis, ndim == 0 ? 1 : ndim);
+    if (call->axis < -ndim || call->axis >= ndim) return fail_axis(call->axis, ndim);
     if (call->axis < 0) call->axis += ndim;
     return STATUS_OK;
 }
@@ -54,8 +45,10 @@ static int64_t count_of(const View *view, int begin, int end)
 static Status plan_shape(Call *call)
 {
     const View *x = &call->inputs[0], *indices = &call->inputs[1];
-    Status status = check_axis(call);
+    /* As in NumPy, a 0-d array counts as an axis of one element. */
+    Status status = check_axis(call, x->ndim == 0 ? 1 : x->ndim);
     if (status != STATUS_OK) return status;
+    if (x->ndim == 0) call->axis_is_none = true;
 
     const int axis_begin = call->axis_is_none ? 0 : call->axis;
     const int axis_end = call->axis_is_none ? x->ndim : call->axis + 1;
@@ -112,7 +105,7 @@ Status plan_take(Call *call)
     if (!dtype_is_integer(indices->dtype))
         return fail(STATUS_TYPE_ERROR,
                     "Cannot cast array data from dtype('%s') to dtype('int64') according to the "
-                    "rule 'safe'; indices must be integers: %s",
+                    "rule 'same_kind'; indices must be integers: %s",
                     indices->dtype_name, advice_for(indices));
     status = plan_shape(call);
     if (status != STATUS_OK) return status;
@@ -161,10 +154,8 @@ Status plan_take_along_axis(Call *call)
         out->ndim = 1;
         out->shape[0] = indices->shape[0];
     } else {
-        if (call->axis < -x->ndim || call->axis >= x->ndim)
-            return fail(STATUS_AXIS_ERROR, "axis %d is out of bounds for array of dimension %d",
-                        call->axis, x->ndim);
-        if (call->axis < 0) call->axis += x->ndim;
+        Status status = check_axis(call, x->ndim);
+        if (status != STATUS_OK) return status;
         if (indices->ndim != x->ndim)
             return fail(STATUS_VALUE_ERROR,
                         "`indices` and `arr` must have the same number of dimensions");
@@ -199,7 +190,8 @@ void end_loops(Gather *gather)
 {
     if (gather->ndim > 0) {
         Loop last = gather->loops[gather->ndim - 1];
-        if (last.index == 0 && last.x == gather->row_bytes && last.out == gather->row_bytes) {
+        if (last.index == 0 && last.x == gather->row_bytes && last.out == gather->row_bytes &&
+            last.count * gather->row_bytes <= gather->fill_bytes) {
             gather->row_bytes *= last.count;
             gather->ndim--;
         }
@@ -242,6 +234,7 @@ static void begin_loops(Gather *gather, const Call *call)
     gather->axis_ndim = 0;
     gather->mode = call->mode;
     gather->fill = NULL;
+    gather->fill_bytes = INT64_MAX;
 }
 
 static void describe_gather(const Call *call, Gather *gather)
@@ -320,38 +313,58 @@ static bool is_packed(const View *view)
     return true;
 }
 
+static Status fail_memory(int64_t bytes, const char *what)
+{
+    return fail(STATUS_MEMORY_ERROR, "out of host memory: %lld bytes for %s", (long long)bytes,
+                what);
+}
+
+/* A copy of the indices without gaps between them. */
+static char *pack_indices(const View *indices, int64_t count)
+{
+    char *packed = static_cast<char *>(malloc((size_t)(count * indices->item_bytes)));
+    if (packed == NULL) return NULL;
+    Box box = {static_cast<char *>(indices->data), indices->item_bytes, 0, {}, {}};
+    for (int i = 0; i < indices->ndim; i++)
+        box_append(&box, indices->shape[i], indices->strides[i]);
+    box_pack(box, packed);
+    return packed;
+}
+
+/* How long a row under one index may become when the loops behind the indices are merged. */
+static int64_t longest_row(const Gather &gather)
+{
+    int64_t bytes = gather.row_bytes;
+    for (int i = gather.ndim - 1; i >= 0 && gather.loops[i].index == 0; i--)
+        bytes *= gather.loops[i].count;
+    return bytes;
+}
+
+static char *repeat_fill(const Call *call, int64_t bytes)
+{
+    const int64_t item_bytes = call->inputs[0].item_bytes;
+    char *fill = static_cast<char *>(malloc((size_t)bytes));
+    for (int64_t at = 0; fill != NULL && at < bytes; at += item_bytes)
+        memcpy(fill + at, call->fill, (size_t)item_bytes);
+    return fill;
+}
+
 static Status run(const Call *call, Gather *gather)
 {
     const View *indices = &call->inputs[1];
-    int64_t index_count = 1;
-    for (int i = 0; i < indices->ndim; i++) index_count *= indices->shape[i];
-
+    const int64_t index_count = count_of(indices, 0, indices->ndim);
     Status status = STATUS_OK;
     char *packed = NULL, *fill = NULL;
     if (index_count > 0 && !is_packed(indices)) {
-        packed = static_cast<char *>(malloc((size_t)(index_count * gather->index_bytes)));
-        if (packed != NULL) {
-            Box box = {gather->indices, gather->index_bytes, 0, {}, {}};
-            for (int i = 0; i < indices->ndim; i++)
-                box_append(&box, indices->shape[i], indices->strides[i]);
-            box_pack(box, packed);
-            gather->indices = packed;
-        } else {
-            status = fail(STATUS_MEMORY_ERROR, "out of host memory: %lld bytes for the indices",
-                          (long long)(index_count * gather->index_bytes));
-        }
+        packed = pack_indices(indices, index_count);
+        gather->indices = packed;
+        if (packed == NULL) status = fail_memory(index_count * gather->index_bytes, "indices");
     }
-    if (gather->mode == MODE_FILL && gather->row_bytes > 0) {
-        const int64_t item_bytes = call->inputs[0].item_bytes;
-        fill = static_cast<char *>(malloc((size_t)gather->row_bytes));
+    if (gather->mode == MODE_FILL && longest_row(*gather) > 0 && status == STATUS_OK) {
+        gather->fill_bytes = longest_row(*gather);
+        fill = repeat_fill(call, gather->fill_bytes);
         gather->fill = fill;
-        if (fill != NULL)
-            for (int64_t at = 0; at < gather->row_bytes; at += item_bytes)
-                memcpy(fill + at, call->fill, (size_t)item_bytes);
-        else
-            status =
-                fail(STATUS_MEMORY_ERROR, "out of host memory: %lld bytes for a row of fill_value",
-                     (long long)gather->row_bytes);
+        if (fill == NULL) status = fail_memory(gather->fill_bytes, "a row of fill_value");
     }
     if (status == STATUS_OK)
         status = call->device == DEVICE_CPU ? gather_on_cpu(call, *gather, index_count)

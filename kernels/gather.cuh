@@ -40,7 +40,8 @@ struct Gather {
     int64_t axis_counts[GPUOPS_MAX_DIMS];
     int64_t axis_strides[GPUOPS_MAX_DIMS];
     Mode mode;
-    const char *fill; /* one row */
+    const char *fill;
+    int64_t fill_bytes; /* no row may be longer; the greatest number where there is no fill */
 };
 
 template <class Index>

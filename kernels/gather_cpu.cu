@@ -174,8 +174,7 @@ static void check_range(void *context, int64_t begin, int64_t end)
     const Gather &gather = *work->gather;
     for (int64_t i = begin; i < end; i++) {
         const char *place = gather.indices + i * (int64_t)sizeof(Index);
-        Index index;
-        memcpy(&index, place, sizeof index);
+        const Index index = read_index<Index>(place);
         if (place_of(index, gather.axis_size, MODE_RAISE) < 0) {
             note_bad(work, place, &index);
             return;

@@ -177,11 +177,32 @@ static Status launch_gather_of(const DeviceGather &gather, int ndim, const Devic
     return status;
 }
 
-/* Rows are packed, so their length alone decides how wide a vector may be. */
-static Status launch_gather_rows(const DeviceGather &gather, int ndim, const DeviceLoop *loops,
-                                 void *stream)
+/* One group of lanes copies a whole row, so where rows are few and long they are cut into pieces.
+ */
+static void cut_rows(DeviceGather *gather, int *ndim, DeviceLoop *loops)
 {
-    switch (gather.row_bytes & -gather.row_bytes) {
+    constexpr int64_t PIECE_BYTES = 4 << 10, FEW_ROWS = 1 << 15;
+    const int64_t row_bytes = gather->row_bytes;
+    if (gather->rows >= FEW_ROWS || row_bytes < 2 * PIECE_BYTES || *ndim == GPUOPS_MAX_DIMS) return;
+    if (gather->mode == MODE_FILL) return; /* all pieces would have the first one's fill */
+    const int64_t pieces = row_bytes / PIECE_BYTES;
+    for (int64_t count = pieces; count < 2 * pieces && count < pieces + 256; count++) {
+        if (row_bytes % (count * 16) != 0) continue;
+        gather->row_bytes = row_bytes / count;
+        gather->rows *= count;
+        loops[(*ndim)++] = {count, gather->row_bytes, 0};
+        return;
+    }
+}
+
+/* The widest vector that every row can be copied with. */
+static Status launch_gather_rows(DeviceGather gather, int ndim, DeviceLoop *loops, void *stream)
+{
+    cut_rows(&gather, &ndim, loops);
+    uint64_t bits = reinterpret_cast<uintptr_t>(gather.x) | (uint64_t)gather.axis_stride |
+                    (uint64_t)gather.row_bytes;
+    for (int i = 0; i < ndim; i++) bits |= (uint64_t)loops[i].x;
+    switch (bits & -bits) {
     case 1:
         return launch_gather_of<uint8_t>(gather, ndim, loops, stream);
     case 2:
@@ -215,7 +236,7 @@ static int64_t aligned(int64_t bytes)
     return (bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
 }
 
-static char *take(Arena *arena, int64_t bytes)
+static char *arena_take(Arena *arena, int64_t bytes)
 {
     char *memory = arena->memory + arena->used;
     arena->used += aligned(bytes);
@@ -274,16 +295,45 @@ static int64_t bytes_beside_table(const Gather &gather)
 {
     int64_t out = box_items(out_box(gather)) * gather.row_bytes;
     int64_t indices = box_items(index_box(gather)) * gather.index_bytes;
-    return aligned(indices) + aligned(out) + (gather.mode == MODE_FILL ? aligned(out) : 0);
+    int64_t fill = 0;
+    if (gather.mode == MODE_FILL) fill = gather.fill_bytes < out ? gather.fill_bytes : out;
+    return aligned(indices) + aligned(out) + aligned(fill);
 }
 
-static int64_t table_bytes(const Gather &gather)
+static int64_t packed_bytes(const Gather &gather)
 {
     return box_items(table_box(gather)) * gather.row_bytes;
 }
 
-/* The loops as they are on the device, where everything is packed. */
-static void describe_on_device(const Gather &gather, int64_t axis_count, Gather *packed)
+/* The memory from the first byte of a table to its last. */
+static Box table_span(const Gather &gather)
+{
+    const Box table = table_box(gather);
+    Box span = {table.base, table.item_bytes, 0, {}, {}};
+    for (int i = 0; i < table.ndim; i++) {
+        const int64_t reach = (table.counts[i] - 1) * table.strides[i];
+        if (reach < 0) span.base += reach;
+        span.item_bytes += reach < 0 ? -reach : reach;
+    }
+    return span;
+}
+
+/* Rows that share memory, as in a sliding window, go up as they lie: packed, each would have a copy
+ * of its own, and there may be more of them than any memory holds. */
+static bool rows_overlap(const Gather &gather)
+{
+    return gather.axis_ndim <= 1 && table_span(gather).item_bytes < packed_bytes(gather);
+}
+
+static int64_t table_bytes(const Gather &gather)
+{
+    return rows_overlap(gather) ? table_span(gather).item_bytes : packed_bytes(gather);
+}
+
+/* The loops as they are on the device, where everything is packed, but for x if it is there as it
+ * lies on the host. */
+static void describe_on_device(const Gather &gather, int64_t axis_count, bool as_it_lies,
+                               Gather *packed)
 {
     int64_t x[GPUOPS_MAX_DIMS], index[GPUOPS_MAX_DIMS];
     int64_t x_stride = gather.row_bytes, index_stride = gather.index_bytes;
@@ -295,7 +345,7 @@ static void describe_on_device(const Gather &gather, int64_t axis_count, Gather 
         }
         if (i < 0) break;
         const Loop &loop = gather.loops[i];
-        x[i] = loop.x == 0 ? 0 : x_stride;
+        x[i] = as_it_lies || loop.x == 0 ? loop.x : x_stride;
         index[i] = loop.index == 0 ? 0 : index_stride;
         if (loop.x != 0) x_stride *= loop.count;
         if (loop.index != 0) index_stride *= loop.count;
@@ -303,30 +353,19 @@ static void describe_on_device(const Gather &gather, int64_t axis_count, Gather 
 
     packed->ndim = 0;
     packed->axis_before = 0;
+    packed->fill_bytes = gather.fill_bytes;
     packed->row_bytes = gather.row_bytes;
     packed->axis_size = gather.axis_size;
     packed->axis_ndim = gather.axis_ndim > 0 ? 1 : 0;
-    packed->axis_strides[0] = gather.axis_ndim > 0 ? axis_stride : 0;
+    packed->axis_strides[0] = gather.axis_ndim == 0 ? 0
+                              : as_it_lies          ? gather.axis_strides[0]
+                                                    : axis_stride;
     int64_t out_stride = gather_rows(gather) * gather.row_bytes;
     for (int i = 0; i < gather.ndim; i++) {
         out_stride /= gather.loops[i].count;
         add_loop(packed, gather.loops[i].count, out_stride, x[i], index[i]);
     }
     end_loops(packed);
-}
-
-static Status upload_fill(const Gather &gather, char *device, int64_t row_bytes, void *stream)
-{
-    char *row = static_cast<char *>(malloc((size_t)row_bytes));
-    if (row == NULL)
-        return fail(STATUS_MEMORY_ERROR, "out of host memory: %lld bytes for a row of fill_value",
-                    (long long)row_bytes);
-    for (int64_t at = 0; at < row_bytes; at += gather.row_bytes)
-        memcpy(row + at, gather.fill, (size_t)gather.row_bytes);
-    Status status = copy_to_device(device, row, row_bytes, stream);
-    if (status == STATUS_OK) status = stream_synchronize(stream);
-    free(row);
-    return status;
 }
 
 /* Waits for the kernels before, and reports the index that they found to be bad. */
@@ -369,17 +408,17 @@ static Status check_all_indices(const Call *call, const Gather &gather, Arena *a
 
 static Status gather_tile(const Call *call, Arena *arena, const Gather &gather)
 {
-    const Box table = table_box(gather);
-    const int64_t whole = table_bytes(gather);
     const int64_t beside = bytes_beside_table(gather);
+    const bool fits = aligned(table_bytes(gather)) + beside <= arena->bytes;
+    const bool as_it_lies = fits && rows_overlap(gather);
+    const Box table = as_it_lies ? table_span(gather) : table_box(gather);
+    const int64_t whole = box_items(table) * table.item_bytes;
     const int64_t places = axis_places(gather);
-    const int64_t place_bytes = places > 0 ? whole / places : 0;
-    int64_t step = places; /* how many places of the axis are in device memory at a time */
-    if (aligned(whole) + beside > arena->bytes)
-        step = (arena->bytes - beside - ALIGNMENT) / place_bytes;
+    const int64_t place_bytes = places > 0 ? packed_bytes(gather) / places : 0;
+    const int64_t step = fits ? places : (arena->bytes - beside - ALIGNMENT) / place_bytes;
 
     Gather packed;
-    describe_on_device(gather, step, &packed);
+    describe_on_device(gather, step, as_it_lies, &packed);
     DeviceGather device;
     device.rows = gather_rows(packed);
     device.row_bytes = packed.row_bytes;
@@ -393,19 +432,19 @@ static Status gather_tile(const Call *call, Arena *arena, const Gather &gather)
         loops[i] = {packed.loops[i].count, packed.loops[i].x, packed.loops[i].index};
 
     arena->used = 0;
-    char *x = take(arena, step * place_bytes);
+    char *x = arena_take(arena, fits ? whole : step * place_bytes);
     const Box indices = index_box(gather), out = out_box(gather);
-    char *device_indices = take(arena, box_items(indices) * gather.index_bytes);
-    device.out = take(arena, device.rows * device.row_bytes);
-    device.x = x;
+    char *device_indices = arena_take(arena, box_items(indices) * gather.index_bytes);
+    device.out = arena_take(arena, device.rows * device.row_bytes);
+    device.x = as_it_lies ? x + (gather.x - table.base) : x;
     device.indices = device_indices;
     device.fill = NULL;
 
     Status status = box_upload(indices, 0, box_items(indices), device_indices, arena->stream);
     if (status == STATUS_OK && gather.mode == MODE_FILL) {
-        char *fill = take(arena, device.row_bytes);
+        char *fill = arena_take(arena, device.row_bytes);
         device.fill = fill;
-        status = upload_fill(gather, fill, device.row_bytes, arena->stream);
+        status = copy_to_device(fill, gather.fill, device.row_bytes, arena->stream);
     }
     if (status == STATUS_OK && gather.mode == MODE_RAISE)
         status = clear_on_device(arena->first_bad, 0xFF, sizeof(Position), arena->stream);
@@ -416,9 +455,8 @@ static Status gather_tile(const Call *call, Arena *arena, const Gather &gather)
         device.axis_end = gather.axis_ndim > 0 ? end : gather.axis_size;
         if (!same_table(*arena, table, begin, end)) {
             /* Parts of the axis are taken only where it is all that x consists of. */
-            const bool all = step == places;
-            status =
-                box_upload(table, all ? 0 : begin, all ? box_items(table) : end, x, arena->stream);
+            status = box_upload(table, fits ? 0 : begin, fits ? box_items(table) : end, x,
+                                arena->stream);
             arena->table = table;
             arena->table_begin = begin;
             arena->table_end = end;
@@ -453,7 +491,7 @@ static Status gather_tiles(const Call *call, Arena *arena, const Gather &gather)
         loop = of_table;
     else if (beside > half)
         loop = of_indices >= 0 ? of_indices : other;
-    else if (axis_places(gather) > 0 && table / axis_places(gather) <= half)
+    else if (axis_places(gather) > 0 && packed_bytes(gather) / axis_places(gather) <= half)
         return gather_tile(call, arena, gather);
 
     Gather first = gather, second = gather;
@@ -471,7 +509,10 @@ static Status gather_tiles(const Call *call, Arena *arena, const Gather &gather)
         second.row_bytes -= bytes;
         second.out += bytes;
         second.x += bytes;
-        if (gather.fill != NULL) second.fill += bytes;
+        if (gather.fill != NULL) {
+            second.fill += bytes;
+            second.fill_bytes -= bytes;
+        }
     }
     Status status = gather_tiles(call, arena, first);
     return status == STATUS_OK ? gather_tiles(call, arena, second) : status;
@@ -489,6 +530,7 @@ static Status open_arena(Arena *arena, int device, int64_t wanted)
         if (status != STATUS_OK) return status;
         available -= available / 10;
         if (arena->bytes > available) arena->bytes = available / ALIGNMENT * ALIGNMENT;
+        if (arena->bytes < LEAST_ARENA_BYTES) arena->bytes = LEAST_ARENA_BYTES;
     }
     for (;;) {
         void *memory;
@@ -519,9 +561,11 @@ static Status gather_on_current_device(const Call *call, const Gather &gather, i
         status = check_all_indices(call, gather, &arena, index_count);
     if (status == STATUS_OK && rows > 0) status = gather_tiles(call, &arena, gather);
     /* Whatever happened, nothing may still be at work on the caller's memory. */
+    const Failure first = status == STATUS_OK ? Failure() : *last_failure();
     Status last = stream_synchronize(arena.stream);
     device_free(call->device, arena.memory, arena.stream);
-    return status == STATUS_OK ? last : status;
+    if (status == STATUS_OK) return last;
+    return fail_cuda(status, first.cuda_code, first.cuda_name, first.text);
 }
 
 Status gather_on_cuda(const Call *call, const Gather &gather, int64_t index_count)

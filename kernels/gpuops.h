@@ -34,15 +34,16 @@ typedef enum Status {
 typedef struct Failure {
     int cuda_code;      /* cudaError_t, or 0 where CUDA took no part */
     char cuda_name[64]; /* "cudaErrorIllegalAddress", or "" */
+    int axis, ndim;     /* of STATUS_AXIS_ERROR */
     char text[768];
 } Failure;
 
 const Failure *last_failure(void);
 
-Status fail_cuda(Status status, int code, const char *name, const char *text);
-
-/* Records a failure and returns its status: `return fail(STATUS_VALUE_ERROR, "...", ...);` */
+/* Each records a failure and returns its status: `return fail(STATUS_VALUE_ERROR, "...", ...);` */
 Status fail(Status status, const char *format, ...) __attribute__((format(printf, 2, 3)));
+Status fail_axis(int axis, int ndim);
+Status fail_cuda(Status status, int code, const char *name, const char *text);
 
 /* What the layers need to know of an element. Movement looks at item_bytes alone; OPAQUE is every
  * dtype that is only ever moved (structured, datetime64, void, float8, ...). */
@@ -94,7 +95,7 @@ typedef struct View {
 typedef enum Mode { MODE_RAISE, MODE_WRAP, MODE_CLIP, MODE_FILL } Mode;
 
 /* One call of one operator. csrc/call.c fills in the operands and options; plan_<name> checks them
- * and says what the result looks like; run_<stem> computes it. */
+ * and says what the result looks like; run_<name> computes it. */
 typedef struct Call {
     const struct Operator *op;
     View inputs[GPUOPS_MAX_INPUTS];

@@ -59,24 +59,34 @@ static Status hello_from_gpu(int device, int64_t blocks, int64_t threads, unsign
     return status;
 }
 
+static Status hello_on_cuda(int device, int64_t blocks, int64_t threads, unsigned char *ran)
+{
+    int previous;
+    Status status = device_enter(device, &previous);
+    if (status != STATUS_OK) return status;
+    status = hello_from_gpu(device, blocks, threads, ran);
+    device_leave(device, previous);
+    return status;
+}
+
+#else
+
+static Status hello_on_cuda(int, int64_t, int64_t, unsigned char *)
+{
+    int count;
+    return cuda_device_count(&count);
+}
+
 #endif
 
 Status hello(int device, int64_t blocks, int64_t threads, unsigned char *ran)
 {
     Status status = STATUS_OK;
-    if (device == DEVICE_CPU) {
-        Ran all = {ran, threads};
+    Ran all = {ran, threads};
+    if (device == DEVICE_CPU)
         parallel_for(blocks * threads, 1, hello_from_cpu, &all);
-    } else {
-#ifdef __CUDACC__
-        int previous;
-        status = device_enter(device, &previous);
-        if (status == STATUS_OK) {
-            status = hello_from_gpu(device, blocks, threads, ran);
-            device_leave(device, previous);
-        }
-#endif
-    }
+    else
+        status = hello_on_cuda(device, blocks, threads, ran);
     fflush(stdout);
     return status;
 }

@@ -183,29 +183,33 @@ int cuda_driver_version(void)
     return version;
 }
 
-Status device_enter(int device, int *previous)
-{
-    Status status = check_usable();
-    if (status != STATUS_OK) return status;
-    CUDA_TRY(cudaGetDevice(previous));
-    if (*previous != device) CUDA_TRY(cudaSetDevice(device));
-    return STATUS_OK;
-}
-
 void device_leave(int device, int previous)
 {
     if (previous != device && cudaSetDevice(previous) != cudaSuccess) cudaGetLastError();
 }
 
-/* The stream-ordered pool of a device, or NULL where it has none (some virtual GPUs). It keeps what
- * is freed, since mapping memory afresh costs far more than the work done with it. */
-static Status pool_of(int device, cudaMemPool_t *pool)
+Status device_enter(int device, int *previous)
 {
-    pthread_mutex_lock(&cuda.lock);
-    *pool = cuda.pools[device];
-    pthread_mutex_unlock(&cuda.lock);
-    if (*pool != NULL) return STATUS_OK;
+    Status status = check_usable();
+    if (status != STATUS_OK) return status;
+    CUDA_TRY(cudaGetDevice(previous));
+    if (*previous == device) return STATUS_OK;
+    cudaError_t code = cudaSetDevice(device);
+    if (code == cudaSuccess) return STATUS_OK;
+    status = cuda_status(code, "cudaSetDevice");
+    device_leave(device, *previous); /* a device that fails to start may be current all the same */
+    return status;
+}
 
+static cudaMemPool_t pool_of(int device)
+{
+    return __atomic_load_n(&cuda.pools[device], __ATOMIC_ACQUIRE);
+}
+
+/* Makes the stream-ordered pool of a device; some virtual GPUs can have none. It keeps what is
+ * freed, since mapping memory afresh costs far more than the work done with it. */
+static Status make_pool(int device)
+{
     int supported = 0;
     CUDA_TRY(cudaDeviceGetAttribute(&supported, cudaDevAttrMemoryPoolsSupported, device));
     if (!supported) return STATUS_OK;
@@ -215,44 +219,45 @@ static Status pool_of(int device, cudaMemPool_t *pool)
     properties.location.id = device;
 
     pthread_mutex_lock(&cuda.lock);
-    cudaError_t code = cudaSuccess;
-    if (cuda.pools[device] == NULL) {
-        code = cudaMemPoolCreate(&cuda.pools[device], &properties);
-        uint64_t keep_all = UINT64_MAX;
-        if (code == cudaSuccess)
-            code = cudaMemPoolSetAttribute(cuda.pools[device], cudaMemPoolAttrReleaseThreshold,
-                                           &keep_all);
-        else
-            cuda.pools[device] = NULL;
+    Status status = STATUS_OK;
+    if (pool_of(device) == NULL) {
+        cudaMemPool_t pool;
+        status = cuda_status(cudaMemPoolCreate(&pool, &properties), "cudaMemPoolCreate");
+        if (status == STATUS_OK) {
+            uint64_t all = UINT64_MAX;
+            status =
+                cuda_status(cudaMemPoolSetAttribute(pool, cudaMemPoolAttrReleaseThreshold, &all),
+                            "cudaMemPoolSetAttribute");
+            __atomic_store_n(&cuda.pools[device], pool, __ATOMIC_RELEASE);
+        }
     }
-    *pool = cuda.pools[device];
     pthread_mutex_unlock(&cuda.lock);
-    return cuda_status(code, "cudaMemPoolCreate");
+    return status;
+}
+
+static Status allocate(int64_t bytes, cudaMemPool_t pool, cudaStream_t stream, void **memory)
+{
+    if (pool == NULL) CUDA_TRY(cudaMalloc(memory, (size_t)bytes));
+    if (pool != NULL) CUDA_TRY(cudaMallocFromPoolAsync(memory, (size_t)bytes, pool, stream));
+    return STATUS_OK;
 }
 
 Status device_allocate(int device, int64_t bytes, void *stream, void **memory)
 {
     *memory = NULL;
-    cudaMemPool_t pool;
-    Status status = pool_of(device, &pool);
+    Status status = pool_of(device) == NULL ? make_pool(device) : STATUS_OK;
     if (status != STATUS_OK) return status;
+    const cudaMemPool_t pool = pool_of(device);
     cudaStream_t ordered = static_cast<cudaStream_t>(stream);
-    cudaError_t code;
-    if (pool == NULL) {
-        code = cudaMalloc(memory, (size_t)bytes);
-    } else {
-        code = cudaMallocFromPoolAsync(memory, (size_t)bytes, pool, ordered);
-        if (code == cudaErrorMemoryAllocation) {
-            /* What the pool keeps may be in pieces: give them back, and try once more. */
-            cudaGetLastError();
-            CUDA_TRY(cudaStreamSynchronize(ordered));
-            CUDA_TRY(cudaMemPoolTrimTo(pool, 0));
-            code = cudaMallocFromPoolAsync(memory, (size_t)bytes, pool, ordered);
-        }
+    status = allocate(bytes, pool, ordered, memory);
+    if (status == STATUS_MEMORY_ERROR && pool != NULL) {
+        /* What the pool keeps may be in pieces: give them back, and try once more. */
+        CUDA_TRY(cudaStreamSynchronize(ordered));
+        CUDA_TRY(cudaMemPoolTrimTo(pool, 0));
+        status = allocate(bytes, pool, ordered, memory);
     }
-    if (code != cudaErrorMemoryAllocation) return cuda_status(code, "cudaMallocFromPoolAsync");
+    if (status != STATUS_MEMORY_ERROR) return status;
 
-    cudaGetLastError();
     int64_t available = 0;
     status = device_memory_available(device, &available);
     if (status != STATUS_OK) return status;
@@ -260,22 +265,24 @@ Status device_allocate(int device, int64_t bytes, void *stream, void **memory)
     snprintf(text, sizeof text,
              "out of memory on cuda:%d: %lld bytes were asked for and %lld are free", device,
              (long long)bytes, (long long)available);
-    return fail_cuda(STATUS_MEMORY_ERROR, code, cudaGetErrorName(code), text);
+    return fail_cuda(STATUS_MEMORY_ERROR, cudaErrorMemoryAllocation, "cudaErrorMemoryAllocation",
+                     text);
 }
 
 void device_free(int device, void *memory, void *stream)
 {
     if (memory == NULL) return;
-    cudaError_t code = cuda.pools[device] == NULL
-                           ? cudaFree(memory)
-                           : cudaFreeAsync(memory, static_cast<cudaStream_t>(stream));
     /* Nobody is left to tell, but the next call shall know if the device is gone. */
-    if (code != cudaSuccess) cuda_status(code, "cudaFreeAsync");
+    if (pool_of(device) == NULL)
+        (void)cuda_status(cudaFree(memory), "cudaFree");
+    else
+        (void)cuda_status(cudaFreeAsync(memory, static_cast<cudaStream_t>(stream)),
+                          "cudaFreeAsync");
 }
 
 Status device_memory_available(int device, int64_t *bytes)
 {
-    if (cuda.pools[device] != NULL) CUDA_TRY(cudaMemPoolTrimTo(cuda.pools[device], 0));
+    if (pool_of(device) != NULL) CUDA_TRY(cudaMemPoolTrimTo(pool_of(device), 0));
     size_t available, total;
     CUDA_TRY(cudaMemGetInfo(&available, &total));
     *bytes = (int64_t)available;

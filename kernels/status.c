@@ -22,6 +22,14 @@ Status fail(Status status, const char *format, ...)
     return status;
 }
 
+Status fail_axis(int axis, int ndim)
+{
+    failure.axis = axis;
+    failure.ndim = ndim;
+    return fail(STATUS_AXIS_ERROR, "axis %d is out of bounds for array of dimension %d", axis,
+                ndim);
+}
+
 Status fail_cuda(Status status, int code, const char *name, const char *text)
 {
     snprintf(failure.text, sizeof failure.text, "%s", text);

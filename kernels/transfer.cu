@@ -180,19 +180,19 @@ static Status box_transfer(const Box &box, int64_t begin, int64_t end, char *dev
     end /= ratio;
     int64_t bytes = merged.item_bytes;
 
+    int64_t piece = STAGING_BYTES / bytes;
+    if (piece > end - begin) piece = end - begin;
+    char *staging =
+        bytes < DIRECT_BYTES ? static_cast<char *>(malloc((size_t)(piece * bytes))) : NULL;
+
     Status status = STATUS_OK;
-    if (bytes >= DIRECT_BYTES) {
+    if (staging == NULL) {
+        /* Long stretches need no staging; short ones do without it where there is no memory left,
+         * for by now the caller's output may have been written to. */
         for (int64_t item = begin; item < end && status == STATUS_OK; item++, device += bytes)
             status = copy_stretch<UP>(box_place(merged, item), device, bytes, stream);
         return status;
     }
-
-    int64_t piece = STAGING_BYTES / bytes;
-    if (piece > end - begin) piece = end - begin;
-    char *staging = static_cast<char *>(malloc((size_t)(piece * bytes)));
-    if (staging == NULL)
-        return fail(STATUS_MEMORY_ERROR, "out of host memory: %lld bytes for a staging buffer",
-                    (long long)(piece * bytes));
     for (int64_t item = begin; item < end && status == STATUS_OK; item += piece) {
         if (piece > end - item) piece = end - item;
         if (UP) box_copy_parallel<true>(merged, item, item + piece, staging);

@@ -8,10 +8,11 @@ import pytest
 from helpers import run_child
 
 CPU = """
-import os, signal, sys, time
+import os, signal, sys, warnings
 import numpy as np
 import gpuops
 
+warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of forks beside threads.
 x = np.arange(1 << 19, dtype=np.int64)
 indices = np.random.default_rng(0).integers(0, 1 << 19, size=1 << 20)
 expected = x[indices]
@@ -62,8 +63,7 @@ print("done")
 FORK_WHILE_THE_POOL_WORKS = (
     CPU
     + """
-import threading, warnings
-warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of forks beside threads.
+import threading
 stop = threading.Event()
 def work():
     while not stop.is_set():

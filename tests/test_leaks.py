@@ -23,7 +23,7 @@ def resident_bytes():
 X = np.arange(10.0)
 ROWS = np.arange(12.0).reshape(4, 3)
 WIDE = np.arange(400.0).reshape(4, 100)
-MANY = np.arange(300)[::-3] % 4
+MANY = (np.arange(300) % 4)[::-3]
 INDICES = np.array([3, -1, 0])
 ALONG = np.array([[0, 1, 2]])
 BAD = np.array([0, 99])
