@@ -164,42 +164,43 @@ static int same_value(PyArrayObject *one, PyArrayObject *other)
     return same;
 }
 
-/* A cast from float to integer, say, drops what does not fit; a fill value must come through. */
-static int check_fill(PyObject *object, PyArrayObject *fill)
+/* One element of an array's dtype, made of fill_value; NULL stands for a zero. A cast from float to
+ * integer, say, drops what does not fit, so that a number is looked at as it came, too. */
+static PyArrayObject *read_fill(PyObject *object, PyArrayObject *like)
 {
-    if (PyArray_NDIM(fill) != 0) {
+    PyArray_Descr *descr = PyArray_DESCR(like);
+    bool to_integer = PyTypeNum_ISINTEGER(descr->type_num) || PyTypeNum_ISBOOL(descr->type_num);
+    bool to_real = to_integer || PyTypeNum_ISFLOAT(descr->type_num);
+    PyArrayObject *fill = NULL, *natural = NULL;
+    int same = 1;
+
+    Py_INCREF((PyObject *)descr); /* both of these take a reference away */
+    if (object == NULL) return (PyArrayObject *)PyArray_Zeros(0, NULL, descr, 0);
+    if (to_real) {
+        natural = (PyArrayObject *)PyArray_FromAny(object, NULL, 0, 0, 0, NULL);
+        same = natural == NULL ? -1 : !PyTypeNum_ISCOMPLEX(PyArray_TYPE(natural));
+    }
+    if (same == 1)
+        fill = (PyArrayObject *)PyArray_FromAny(object, descr, 0, 0,
+                                                NPY_ARRAY_CARRAY | NPY_ARRAY_FORCECAST, NULL);
+    else
+        Py_DECREF((PyObject *)descr);
+    if (fill != NULL && PyArray_NDIM(fill) != 0) {
         PyErr_Format(PyExc_ValueError, "fill_value must be a scalar, not an array of %d dimensions",
                      PyArray_NDIM(fill));
-        return -1;
+        same = -1;
+    } else if (fill != NULL && to_integer) {
+        same = same_value(natural, fill);
     }
-    int type = PyArray_TYPE(fill);
-    bool is_integer = PyTypeNum_ISINTEGER(type) || PyTypeNum_ISBOOL(type);
-    if (!is_integer && !PyTypeNum_ISFLOAT(type)) return 0;
-    PyArrayObject *natural = (PyArrayObject *)PyArray_FromAny(object, NULL, 0, 0, 0, NULL);
-    if (natural == NULL) return -1;
-    int same = is_integer ? same_value(natural, fill) : !PyTypeNum_ISCOMPLEX(PyArray_TYPE(natural));
-    release(natural);
     if (same == 0)
         PyErr_Format(PyExc_TypeError,
                      "fill_value %R would lose its value in an array of dtype %S: pass one of that "
                      "dtype",
-                     object, PyArray_DESCR(fill));
-    return same == 1 ? 0 : -1;
-}
-
-/* One element of an array's dtype, made of fill_value; NULL stands for a zero. */
-static PyArrayObject *read_fill(PyObject *object, PyArrayObject *like)
-{
-    PyArray_Descr *descr = PyArray_DESCR(like);
-    Py_INCREF((PyObject *)descr);
-    if (object == NULL) return (PyArrayObject *)PyArray_Zeros(0, NULL, descr, 0);
-    PyArrayObject *fill = (PyArrayObject *)PyArray_FromAny(
-        object, descr, 0, 0, NPY_ARRAY_CARRAY | NPY_ARRAY_FORCECAST, NULL);
-    if (fill != NULL && check_fill(object, fill) < 0) {
-        release(fill);
-        return NULL;
-    }
-    return fill;
+                     object, PyArray_DESCR(like));
+    release(natural);
+    if (same == 1) return fill;
+    release(fill);
+    return NULL;
 }
 
 /* Results. */

@@ -217,3 +217,38 @@ def test_memory_that_others_use(fake_device):
     assert fake.live().peak_bytes <= 64 << 20
     columns = gpuops.gather(x, [7, 8], axis=1, device="cuda")
     assert (columns == x[:, 7:9]).all()
+
+
+@pytest.mark.parametrize("mode", ["raise", "clip"])
+def test_hardly_any_memory_is_left_for_a_large_table(fake_device, mode):
+    """Above 64 MiB the free memory is asked for first, and the answer may be next to nothing."""
+    gpuops, fake = fake_device.gpuops, fake_device.fake
+    x = np.zeros(65 << 20, np.uint8)
+    places = [0, 1000, len(x) - 1]
+    x[places] = [1, 2, 3]
+    for limit in [0, 1, 255, 256, 300, 560, 800, 1100, 1500, 4000, 20_000]:
+        fake.set_memory_limit(limit)
+        try:
+            result = gpuops.gather(x, places, mode=mode, device="cuda")
+        except MemoryError as error:
+            assert "out of memory on cuda:0" in str(error)
+            assert limit < 20_000
+        else:
+            assert result.tolist() == [1, 2, 3]
+    fake.reset()
+
+
+def test_what_fits_as_it_lies_takes_no_more(fake_device):
+    """Windows and fill rows count with the memory that they need, not with a multiple of it."""
+    gpuops, fake = fake_device.gpuops, fake_device.fake
+    memory = filled_array(100_000, "u1")
+    windows = np.lib.stride_tricks.sliding_window_view(memory, 50_000)
+    fake.reset()
+    same(gpuops.gather(windows, [7, -1], device="cuda"), windows[[7, -1]])
+    assert fake.live().peak_bytes < 300_000
+    fake.reset()
+    indices = np.zeros(100_000, np.int8)
+    result = gpuops.gather(memory, indices, mode="fill", device="cuda")
+    assert (result == memory[0]).all()
+    assert fake.live().peak_bytes < 310_000
+    fake.reset()

@@ -391,6 +391,13 @@ def test_errors_are_runtime_errors(gpuops):
         assert error.__doc__
 
 
+def test_an_ordinal_may_be_anything_with_an_index(gpuops, device):
+    if device.spec == "cuda":
+        assert gpuops.gather(X, [0], device=np.int64(0)) == X[0]
+    with pytest.raises(ValueError, match="an ordinal counts from 0"):
+        gpuops.gather(X, [0], device=np.int8(-1))
+
+
 def test_device_accepts_no_nonsense(gpuops):
     for wrong, error in [
         ("gpu", ValueError), ("", ValueError), ("cuda:", ValueError), ("cuda:-1", ValueError),

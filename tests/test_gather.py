@@ -10,6 +10,7 @@ import pytest
 import reference
 from helpers import DTYPES, INDEX_DTYPES, Guarded, filled_array, read_only, same
 from numpy.exceptions import AxisError
+from numpy.lib.stride_tricks import sliding_window_view
 
 TABLE = np.array([[10, 11, 12], [20, 21, 22], [30, 31, 32], [40, 41, 42]], np.int32)
 LINE = np.array([1.5, 2.5, 3.5, 4.5, 5.5])
@@ -109,7 +110,7 @@ def test_fill_is_the_zero_of_the_dtype(gpuops):
     assert gpuops.gather(np.array(["a", "b"]), [0, 9], mode="fill").tolist() == ["a", ""]
     dates = np.array(["2020-01-01", "2021-01-01"], "M8[D]")
     assert gpuops.gather(dates, [9], mode="fill")[0] == np.datetime64("1970-01-01")
-    missing = gpuops.gather(dates, [9, 1], mode="fill", fill_value=np.datetime64("NaT"))
+    missing = gpuops.gather(dates, [9, 1], mode="fill", fill_value=np.datetime64("NaT", "D"))
     assert np.isnat(missing[0]) and missing[1] == dates[1]
     pairs = np.array([(1, 2.0), (3, 4.0)], [("a", "i4"), ("b", "f8")])
     assert gpuops.gather(pairs, [1, 2], mode="fill").tolist() == [(3, 4.0), (0, 0.0)]
@@ -257,12 +258,20 @@ def test_axis_out_of_bounds(gpuops, axis):
     assert str(caught.value) == f"axis {axis} is out of bounds for array of dimension 2"
 
 
-@pytest.mark.parametrize("axis", [1.0, "0", [0], (0,)])
+@pytest.mark.parametrize("axis", [1.0, "0", [0], (0,), True])
 def test_axis_of_a_wrong_kind(gpuops, axis):
     with pytest.raises(TypeError):
         gpuops.gather(TABLE, [0], axis=axis)
-    with pytest.raises((OverflowError, AxisError)):
+
+
+def test_axis_beyond_all_bounds(gpuops):
+    with pytest.raises(OverflowError, match="Python int too large to convert to C long"):
         gpuops.gather(TABLE, [0], axis=2**70)
+    with pytest.raises(ValueError, match="integer won't fit into a C int"):
+        gpuops.gather(TABLE, [0], axis=2**40)
+    with pytest.raises(AxisError) as caught:
+        gpuops.gather(TABLE, [0], axis=-3)
+    assert (caught.value.axis, caught.value.ndim) == (-3, 2)
 
 
 def test_axis_may_be_anything_with_an_index(gpuops):
@@ -294,6 +303,38 @@ def test_fill_value_must_fit_the_dtype(gpuops):
         gpuops.gather(LINE, [9], mode="fill", fill_value=[1.0, 2.0])
     with pytest.raises((OverflowError, ValueError, TypeError)):
         gpuops.gather(np.zeros(3, np.int8), [9], mode="fill", fill_value=300)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "lost"),
+    [
+        ("u1", np.int64(300)),
+        ("i8", 1.5),
+        ("i8", np.datetime64(5, "s")),
+        ("?", 2),
+        ("f4", np.complex64(1)),
+        ("f2", 1j),
+    ],
+)
+def test_fill_value_must_come_through(gpuops, dtype, lost):
+    with pytest.raises(TypeError, match="would lose its value"):
+        gpuops.gather(np.zeros(3, dtype), [9], mode="fill", fill_value=lost)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kept"),
+    [("u1", 200.0), ("i8", np.uint64(7)), ("f4", 0.1), ("c8", 1), ("?", 1), ("S3", b"ab")],
+)
+def test_fill_value_of_another_type(gpuops, dtype, kept):
+    expected = np.array([kept]).astype(dtype)
+    same(gpuops.gather(np.zeros(3, dtype), [9], mode="fill", fill_value=kept), expected)
+
+
+def test_fill_value_of_a_structure(gpuops):
+    dtype = np.dtype([("count", "i4"), ("place", "f4", (3,))])
+    result = gpuops.gather(np.zeros(2, dtype), [5, 0], mode="fill", fill_value=(1, (1.0, 2.0, 3.0)))
+    assert result["count"].tolist() == [1, 0]
+    assert result["place"].tolist() == [[1.0, 2.0, 3.0], [0.0, 0.0, 0.0]]
 
 
 @pytest.mark.parametrize("indices", [np.array([1.0]), 1.0, [0.5], np.array(["1"]), [1j], "1"])
@@ -427,6 +468,13 @@ def test_nothing_wide_elements(gpuops):
     assert result.shape == (3,) and result.dtype == x.dtype
     with pytest.raises(IndexError, match="index 4 is out of bounds for axis 0 with size 4"):
         gpuops.gather(x, [4])
+
+
+def test_strings_of_no_width(gpuops):
+    """NumPy's new arrays of such strings are one character wide, and are to be empty."""
+    x = np.zeros(3, [("nothing", "S0"), ("something", "i4")])["nothing"]
+    assert x.itemsize == 0
+    same(gpuops.gather(x, [0, 1, 2] * 12), x[[0, 1, 2] * 12])
 
 
 def test_the_dtype_keeps_its_details(gpuops):
@@ -570,6 +618,38 @@ def test_zero_strides(gpuops):
     assert gpuops.gather(row, same_index).tolist() == [[3, 3]] * 4
 
 
+@pytest.mark.parametrize("dtype", ["u1", "V3", "f4", "c16"])
+def test_sliding_windows(gpuops, dtype):
+    """Rows that share memory would take a hundred times their memory if each were copied."""
+    x = filled_array(3000, dtype)
+    for windows in (
+        sliding_window_view(x, 101),
+        sliding_window_view(x[::-1], 64)[::2],
+        sliding_window_view(x, 100)[::7, ::3],
+        sliding_window_view(x[:2000].reshape(40, 50), (7, 9)),
+        sliding_window_view(x[:2000].reshape(40, 50), 6, axis=0)[:, ::-1],
+    ):
+        size = len(windows)
+        for indices in ([5], [-1, 0, size - 1], np.arange(size)[::-1]):
+            same(gpuops.gather(windows, indices), windows[indices])
+            same(gpuops.gather(windows, indices, mode="fill"), windows[indices])
+            expected = np.take(windows, [1, -2, 3], axis=-1)
+            same(gpuops.gather(windows, [1, -2, 3], axis=-1), expected)
+        same(gpuops.take(windows, [0, 17, -1]), np.take(windows, [0, 17, -1]))
+        order = np.argsort(np.random.default_rng(0).random(windows.shape), axis=0)
+        same(gpuops.take_along_axis(windows, order, 0), np.take_along_axis(windows, order, 0))
+
+
+@pytest.mark.parametrize("row", [8192, 12_288, 40_000, 99_991, 1 << 20, (1 << 20) + 5])
+@pytest.mark.parametrize("mode", ["raise", "fill"])
+def test_few_long_rows(gpuops, row, mode):
+    x = filled_array((5, row), "u1")
+    same(gpuops.gather(x, [4, 0, -2, 4], mode=mode), x[[4, 0, -2, 4]])
+    same(gpuops.gather(x.reshape(5, row, 1)[:, :, [0, 0]], [3, 1], mode=mode)[..., 1], x[[3, 1]])
+    with pytest.raises(IndexError, match="index -6 is"):
+        gpuops.gather(x, [4, -6, 5])
+
+
 def test_overlapping_windows(gpuops):
     windows = np.lib.stride_tricks.sliding_window_view(np.arange(10), 4)
     assert gpuops.gather(windows, [6, 0]).tolist() == [[6, 7, 8, 9], [0, 1, 2, 3]]
@@ -693,6 +773,41 @@ def test_out_must_be_writable(gpuops):
 def test_out_must_be_an_array(gpuops, out):
     with pytest.raises(TypeError):
         gpuops.gather(LINE, [0, 1], out=out)
+
+
+def test_out_must_not_be_a_scalar(gpuops):
+    """A NumPy scalar has a buffer, but nobody would see what is written to it."""
+    with pytest.raises(TypeError, match="output must be an array"):
+        gpuops.gather(LINE, 1, out=np.float64(0))
+
+
+class ResizesOnUse:
+    """Indices, or an axis, that pull the memory away under another operand."""
+
+    def __init__(self, victim, value):
+        self.victim, self.value = victim, value
+
+    def act(self):
+        self.victim.resize(4, refcheck=False)
+        return self.value
+
+    def __array__(self, dtype=None, copy=None):
+        return np.asarray(self.act())
+
+    def __index__(self):
+        return self.act()
+
+
+def test_operands_that_are_resized_by_the_arguments_after_them(gpuops):
+    x = np.arange(1 << 20)
+    with pytest.raises(IndexError, match=f"index {(1 << 20) - 1} is out of bounds .* size 4"):
+        gpuops.gather(x, ResizesOnUse(x, [(1 << 20) - 1]))
+    x = np.arange(1 << 20)
+    with pytest.raises(IndexError, match="with size 4"):
+        gpuops.gather(x, [1 << 19], axis=ResizesOnUse(x, 0))
+    out = np.arange(1 << 20)
+    with pytest.raises(ValueError, match="output array does not match"):
+        gpuops.take(np.arange(5), np.zeros(1 << 20, int), ResizesOnUse(out, 0), out)
 
 
 def test_out_may_not_overlap_itself(gpuops):

@@ -206,7 +206,9 @@ def test_cpu_affinity_is_respected(cpu_device):
         assert output.split() == [str(cores), str(cores - 1)]
 
 
-@pytest.mark.parametrize("value", ["0", "-1", "many", "1.5", "99999999999999999999", "2 "])
+@pytest.mark.parametrize(
+    "value", ["0", "-1", "many", "1.5", "99999999999999999999", "2 ", "é" * 60]
+)
 def test_a_wrong_number_of_threads_is_refused(cpu_device, value):
     source = """
 import gpuops
@@ -216,7 +218,7 @@ except ValueError as error:
     print(error)
 """
     output = run_child(cpu_device.gpuops, source, GPUOPS_NUM_THREADS=value)
-    assert "GPUOPS_NUM_THREADS" in output and value.strip() in output
+    assert "GPUOPS_NUM_THREADS" in output and value.strip()[:15] in output
 
 
 def test_calls_from_daemon_threads_at_exit(gpuops, device):
