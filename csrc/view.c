@@ -38,18 +38,18 @@ enum { BUILTIN_DTYPES = sizeof DTYPES / sizeof DTYPES[0] };
 int check_dtype(PyArrayObject *array, const char *name)
 {
     PyArray_Descr *descr = PyArray_DESCR(array);
-    if (PyDataType_REFCHK(descr)) {
-        PyErr_Format(PyExc_TypeError,
-                     "%s has dtype %S, whose elements are Python objects: gpuops moves plain bytes "
-                     "only; convert it with %s.astype(...) to a dtype of fixed size",
-                     name, descr, name);
-        return -1;
-    }
     bool builtin = descr->type_num >= 0 && descr->type_num < BUILTIN_DTYPES;
     if (!builtin && !PyTypeNum_ISUSERDEF(descr->type_num)) {
         PyErr_Format(PyExc_TypeError,
                      "%s has dtype %S, whose elements are not of fixed size: convert it with "
                      "%s.astype(...), for example to a fixed-width string such as 'U20'",
+                     name, descr, name);
+        return -1;
+    }
+    if (PyDataType_REFCHK(descr)) {
+        PyErr_Format(PyExc_TypeError,
+                     "%s has dtype %S, whose elements are Python objects: gpuops moves plain bytes "
+                     "only; convert it with %s.astype(...) to a dtype of fixed size",
                      name, descr, name);
         return -1;
     }
