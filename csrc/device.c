@@ -66,8 +66,7 @@ int read_device(PyObject *object, int *device)
     return -1;
 }
 
-/* Anything with __cuda_stream__, the protocol of cuda.core: a pair of its version and the handle.
- */
+/* Anything with __cuda_stream__, the protocol of cuda.core: a pair of version and handle. */
 int read_stream(PyObject *object, void **stream)
 {
     *stream = NULL;

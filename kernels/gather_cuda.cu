@@ -28,8 +28,7 @@ struct DeviceLoop {
 };
 
 /* What lies where in device memory. The output's rows follow one another in the order of the loops.
- * Only the places begin..end of the axis are in memory; rows from elsewhere are left as they are.
- */
+ * Only the places begin..end of the axis are there; rows from elsewhere are left as they are. */
 struct DeviceGather {
     char *out;
     const char *x;
@@ -177,8 +176,7 @@ static Status launch_gather_of(const DeviceGather &gather, int ndim, const Devic
     return status;
 }
 
-/* One group of lanes copies a whole row, so where rows are few and long they are cut into pieces.
- */
+/* One group of lanes copies a whole row; where rows are few and long, they are cut into pieces. */
 static void cut_rows(DeviceGather *gather, int *ndim, DeviceLoop *loops)
 {
     constexpr int64_t PIECE_BYTES = 4 << 10, FEW_ROWS = 1 << 15;

@@ -90,8 +90,7 @@ typedef struct View {
     const char *dtype_name;
 } View;
 
-/* What becomes of an index outside its axis: NumPy's three modes, and fill (as in jax.numpy.take).
- */
+/* What becomes of an index outside its axis: NumPy's three modes, and jax.numpy.take's fill. */
 typedef enum Mode { MODE_RAISE, MODE_WRAP, MODE_CLIP, MODE_FILL } Mode;
 
 /* One call of one operator. csrc/call.c fills in the operands and options; plan_<name> checks them
