@@ -334,8 +334,10 @@ void *raise_status(State *state, Status status, const char *op, int device)
 Status without_gil(Status (*work)(void *), void *context)
 {
     Status status;
-    Py_BEGIN_ALLOW_THREADS status = work(context);
-    Py_END_ALLOW_THREADS return status;
+    Py_BEGIN_ALLOW_THREADS
+    status = work(context);
+    Py_END_ALLOW_THREADS
+    return status;
 }
 
 typedef struct Work {

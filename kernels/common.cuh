@@ -31,7 +31,7 @@ struct Grid {
 
 #ifdef __CUDACC__
 
-/* Keeps the first failed CUDA call: `CUDA_TRY(cudaSetDevice(device));` returns its Status. */
+/* Turns a failed CUDA call into a recorded failure; CUDA_TRY also returns it from its function. */
 Status cuda_status(cudaError_t code, const char *call);
 #define CUDA_TRY(call)                                                                             \
     do {                                                                                           \

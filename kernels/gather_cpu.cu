@@ -38,15 +38,17 @@ static inline Index read_index(const char *at)
     return index;
 }
 
-/* One stretch of the innermost loop in mode "raise", along an axis of one stride. PACKED says that
- * indices and rows follow one another, which lets the compiler see the strides. */
+/* One stretch of an innermost loop that moves the indices, along an axis of one stride. PACKED says
+ * that indices and rows follow one another, which lets the compiler see the strides. */
 template <class Index, int WIDTH, bool PACKED>
-static bool copy_checked(Work *work, const Loop &loop, char *out, const char *x,
-                         const char *indices, int64_t count)
+static bool copy_rows(Work *work, const Loop &loop, char *out, const char *x, const char *indices,
+                      int64_t count)
 {
     const Gather &gather = *work->gather;
+    const Mode mode = gather.mode;
     const size_t row_bytes = WIDTH > 0 ? WIDTH : static_cast<size_t>(gather.row_bytes);
     const uint64_t size = static_cast<uint64_t>(gather.axis_size);
+    const uint64_t from_end = mode == MODE_RAISE || mode == MODE_FILL ? size : 0;
     const int64_t axis_stride = axis_offset(gather, 1);
     const int64_t out_step = PACKED ? static_cast<int64_t>(row_bytes) : loop.out;
     const int64_t index_step = PACKED ? static_cast<int64_t>(sizeof(Index)) : loop.index;
@@ -63,18 +65,25 @@ static bool copy_checked(Work *work, const Loop &loop, char *out, const char *x,
         }
         const Index index = read_index<Index>(indices + i * index_step);
         uint64_t place = static_cast<uint64_t>(index);
-        if (is_negative(index)) place += size;
+        if (is_negative(index)) place += from_end;
+        const char *row = gather.fill;
         if (__builtin_expect(place >= size, 0)) {
-            note_bad(work, indices + i * index_step, &index);
-            return false;
+            const int64_t found = place_of(index, gather.axis_size, mode);
+            if (found >= 0) {
+                row = x + i * x_step + found * axis_stride;
+            } else if (mode != MODE_FILL) {
+                note_bad(work, indices + i * index_step, &index);
+                return false;
+            }
+        } else {
+            row = x + i * x_step + static_cast<int64_t>(place) * axis_stride;
         }
-        memcpy(out + i * out_step, x + i * x_step + static_cast<int64_t>(place) * axis_stride,
-               row_bytes);
+        memcpy(out + i * out_step, row, row_bytes);
     }
     return true;
 }
 
-/* Any stretch in any mode. */
+/* Any other stretch. */
 template <class Index>
 static bool copy_any(Work *work, const Loop &loop, char *out, const char *x, const char *indices,
                      int64_t count)
@@ -105,10 +114,10 @@ static void gather_range(void *context, int64_t begin, int64_t end)
     const int inner = gather.ndim - 1;
     const Loop loop = gather.loops[inner];
     auto copy = copy_any<Index>;
-    if (gather.mode == MODE_RAISE && gather.axis_ndim <= 1 && loop.index != 0)
+    if (gather.axis_ndim <= 1 && loop.index != 0)
         copy = loop.out == gather.row_bytes && loop.index == (int64_t)sizeof(Index) && loop.x == 0
-                   ? copy_checked<Index, WIDTH, true>
-                   : copy_checked<Index, WIDTH, false>;
+                   ? copy_rows<Index, WIDTH, true>
+                   : copy_rows<Index, WIDTH, false>;
 
     int64_t position[GPUOPS_MAX_DIMS];
     char *out = gather.out;
