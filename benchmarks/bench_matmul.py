@@ -43,7 +43,7 @@ PART_OF_PEER = 0.98
 
 def measure(run: Run) -> None:
     """Measure whole calls on host arrays, then arrays that are on the GPU."""
-    for size, dtype in ((64, "float32"), (1024, "float32"), (4096, "float32"), (1024, "float16")):
+    for size, dtype in ((64, "float32"), (1024, "float32"), (4096, "float32"), (256, "float16")):
         run.measure(host_case(run, min(size, 128) if run.quick else size, dtype))
     if gpuops.is_available() and peers.gpu():
         run.say("\narrays on the GPU: the time of the work there; G/s are operations")

@@ -43,9 +43,12 @@ def _library(name: str) -> Any:
 
 @functools.cache
 def torch_on_gpu() -> Any:
-    """Return torch where it sees a GPU, else None."""
+    """Return torch where it sees a GPU, else None; its float32 is to be float32, not TF32."""
     torch = _library("torch")
-    return torch if torch is not None and torch.cuda.is_available() else None
+    if torch is None or not torch.cuda.is_available():
+        return None
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+    return torch
 
 
 @functools.cache

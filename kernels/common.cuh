@@ -17,8 +17,10 @@
 
 #ifdef __CUDA_ARCH__
 #define UNROLL _Pragma("unroll")
+#define NO_UNROLL _Pragma("unroll 1")
 #else
 #define UNROLL
+#define NO_UNROLL
 #endif
 
 /* Where a thread stands in its grid. Kernels take it as an argument instead of reading blockIdx, so

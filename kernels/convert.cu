@@ -27,52 +27,35 @@ HOST_DEVICE static Wide widen_real(double real, double imaginary)
     return {Wide::REAL, 0, real, imaginary};
 }
 
-template <class T>
-HOST_DEVICE static T item_at(const char *items, int64_t i)
+HOST_DEVICE static Wide widen(Bool value)
 {
-    return reinterpret_cast<const T *>(items)[i];
+    return widen(static_cast<uint8_t>(value.byte != 0));
 }
 
-HOST_DEVICE static Wide load(Dtype dtype, const char *items, int64_t i)
+HOST_DEVICE static Wide widen(Half value)
 {
-    switch (dtype) {
-    case DTYPE_BOOL:
-        return widen(static_cast<uint8_t>(item_at<uint8_t>(items, i) != 0));
-    case DTYPE_INT8:
-        return widen(item_at<int8_t>(items, i));
-    case DTYPE_INT16:
-        return widen(item_at<int16_t>(items, i));
-    case DTYPE_INT32:
-        return widen(item_at<int32_t>(items, i));
-    case DTYPE_INT64:
-        return widen(item_at<int64_t>(items, i));
-    case DTYPE_UINT8:
-        return widen(item_at<uint8_t>(items, i));
-    case DTYPE_UINT16:
-        return widen(item_at<uint16_t>(items, i));
-    case DTYPE_UINT32:
-        return widen(item_at<uint32_t>(items, i));
-    case DTYPE_UINT64:
-        return widen(item_at<uint64_t>(items, i));
-    case DTYPE_FLOAT16:
-        return widen_real(static_cast<float>(item_at<Half>(items, i)), 0);
-    case DTYPE_BFLOAT16:
-        return widen_real(static_cast<float>(item_at<BFloat16>(items, i)), 0);
-    case DTYPE_FLOAT32:
-        return widen_real(item_at<float>(items, i), 0);
-    case DTYPE_FLOAT64:
-        return widen_real(item_at<double>(items, i), 0);
-    case DTYPE_COMPLEX64: {
-        const Complex<float> value = item_at<Complex<float>>(items, i);
-        return widen_real(value.real, value.imaginary);
-    }
-    case DTYPE_COMPLEX128: {
-        const Complex<double> value = item_at<Complex<double>>(items, i);
-        return widen_real(value.real, value.imaginary);
-    }
-    default:
-        return widen(0);
-    }
+    return widen_real(static_cast<float>(value), 0);
+}
+
+HOST_DEVICE static Wide widen(BFloat16 value)
+{
+    return widen_real(static_cast<float>(value), 0);
+}
+
+HOST_DEVICE static Wide widen(float value)
+{
+    return widen_real(value, 0);
+}
+
+HOST_DEVICE static Wide widen(double value)
+{
+    return widen_real(value, 0);
+}
+
+template <class Real>
+HOST_DEVICE static Wide widen(Complex<Real> value)
+{
+    return widen_real(value.real, value.imaginary);
 }
 
 template <class Real>
@@ -93,42 +76,76 @@ HOST_DEVICE static int64_t to_integer(const Wide &wide)
 }
 
 template <class T>
-HOST_DEVICE static void put(char *items, int64_t i, T value)
+HOST_DEVICE static void narrow(const Wide &wide, T *item)
 {
-    reinterpret_cast<T *>(items)[i] = value;
+    *item = static_cast<T>(to_integer(wide));
 }
 
-HOST_DEVICE static void store(Dtype dtype, char *items, int64_t i, const Wide &wide)
+HOST_DEVICE static void narrow(const Wide &wide, Bool *item)
+{
+    *item = Bool(wide.integer != 0 || wide.real != 0 || wide.imaginary != 0);
+}
+
+HOST_DEVICE static void narrow(const Wide &wide, Half *item)
+{
+    *item = Half(round_to_odd(to_real<double>(wide)));
+}
+
+HOST_DEVICE static void narrow(const Wide &wide, BFloat16 *item)
+{
+    *item = BFloat16(round_to_odd(to_real<double>(wide)));
+}
+
+HOST_DEVICE static void narrow(const Wide &wide, float *item)
+{
+    *item = to_real<float>(wide);
+}
+
+HOST_DEVICE static void narrow(const Wide &wide, double *item)
+{
+    *item = to_real<double>(wide);
+}
+
+template <class Real>
+HOST_DEVICE static void narrow(const Wide &wide, Complex<Real> *item)
+{
+    *item = {to_real<Real>(wide), static_cast<Real>(wide.imaginary)};
+}
+
+template <class Function>
+HOST_DEVICE static void with_item(Dtype dtype, const Function &function)
 {
     switch (dtype) {
     case DTYPE_BOOL:
-        return put<uint8_t>(items, i, wide.integer != 0 || wide.real != 0 || wide.imaginary != 0);
+        return function(Bool());
     case DTYPE_INT8:
-    case DTYPE_UINT8:
-        return put(items, i, static_cast<uint8_t>(to_integer(wide)));
+        return function(int8_t());
     case DTYPE_INT16:
-    case DTYPE_UINT16:
-        return put(items, i, static_cast<uint16_t>(to_integer(wide)));
+        return function(int16_t());
     case DTYPE_INT32:
-    case DTYPE_UINT32:
-        return put(items, i, static_cast<uint32_t>(to_integer(wide)));
+        return function(int32_t());
     case DTYPE_INT64:
+        return function(int64_t());
+    case DTYPE_UINT8:
+        return function(uint8_t());
+    case DTYPE_UINT16:
+        return function(uint16_t());
+    case DTYPE_UINT32:
+        return function(uint32_t());
     case DTYPE_UINT64:
-        return put(items, i, to_integer(wide));
+        return function(uint64_t());
     case DTYPE_FLOAT16:
-        return put(items, i, Half(round_to_odd(to_real<double>(wide))));
+        return function(Half());
     case DTYPE_BFLOAT16:
-        return put(items, i, BFloat16(round_to_odd(to_real<double>(wide))));
+        return function(BFloat16());
     case DTYPE_FLOAT32:
-        return put(items, i, to_real<float>(wide));
+        return function(float());
     case DTYPE_FLOAT64:
-        return put(items, i, to_real<double>(wide));
+        return function(double());
     case DTYPE_COMPLEX64:
-        return put(items, i, Complex<float>{to_real<float>(wide), (float)wide.imaginary});
-    case DTYPE_COMPLEX128:
-        return put(items, i, Complex<double>{to_real<double>(wide), wide.imaginary});
+        return function(Complex<float>());
     default:
-        return;
+        return function(Complex<double>());
     }
 }
 
@@ -142,12 +159,23 @@ struct ConvertItems {
 
     HOST_DEVICE void operator()(Thread thread) const
     {
-        const int64_t first = thread.block * (int64_t)thread.threads * ITEMS_IN_FLIGHT;
-        UNROLL
-        for (int k = 0; k < ITEMS_IN_FLIGHT; k++) {
-            const int64_t i = first + k * (int64_t)thread.threads + thread.thread;
-            if (i < items) store(target_dtype, target, i, load(source_dtype, source, i));
-        }
+        const int64_t first =
+            thread.block * (int64_t)(THREADS * ITEMS_IN_FLIGHT) + (int64_t)thread.thread;
+        Wide wide[ITEMS_IN_FLIGHT];
+        with_item(source_dtype, [&](auto zero) {
+            using T = decltype(zero);
+            UNROLL
+            for (int k = 0; k < ITEMS_IN_FLIGHT; k++)
+                if (first + k * THREADS < items)
+                    wide[k] = widen(reinterpret_cast<const T *>(source)[first + k * THREADS]);
+        });
+        with_item(target_dtype, [&](auto zero) {
+            using T = decltype(zero);
+            UNROLL
+            for (int k = 0; k < ITEMS_IN_FLIGHT; k++)
+                if (first + k * THREADS < items)
+                    narrow(wide[k], reinterpret_cast<T *>(target) + first + k * THREADS);
+        });
     }
 };
 

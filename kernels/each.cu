@@ -117,14 +117,25 @@ void each_loops(const Call *call, EachLoops *loops)
 
 #ifdef __CUDACC__
 
-bool each_is_packed(const EachLoops &loops, int64_t item_bytes)
+bool each_has_words(const EachLoops &loops, int64_t item_bytes)
 {
-    if (loops.ndim > 1) return false;
-    for (int k = 0; k < loops.operands; k++) {
-        const bool repeats = k < loops.operands - 1 && loops.strides[k][0] == 0;
-        if (!repeats && loops.strides[k][0] != item_bytes) return false;
+    constexpr uint64_t WORD = 16;
+    const int last = loops.operands - 1, inner = loops.ndim - 1;
+    uint64_t bits = 0;
+    int64_t rows = 1;
+    for (int i = 0; i < inner; i++) rows *= loops.counts[i];
+    for (int k = 0; k <= last; k++) {
+        if (k < last && loops.strides[k][inner] == 0) continue;
+        if (loops.strides[k][inner] != item_bytes) return false;
+        bits |= reinterpret_cast<uintptr_t>(loops.data[k]);
+        for (int i = 0; i < inner; i++) bits |= (uint64_t)loops.strides[k][i];
     }
-    return true;
+    const int64_t row_bytes = loops.counts[inner] * item_bytes;
+    if (rows > 1) {
+        bits |= (uint64_t)row_bytes;
+        if (rows > UINT32_MAX / (row_bytes / (int64_t)WORD + 1)) return false;
+    }
+    return loops.ndim <= EACH_PACKED_DIMS && bits % WORD == 0;
 }
 
 static bool is_aligned(const View *view)

@@ -8,9 +8,9 @@
  *     each_on_cpu     ranges of the output over the worker pool. Stretches that are contiguous, or
  *                     repeat one element, are done by a loop that the compiler turns into vector
  *                     instructions; all others go through small buffers that make them so.
- *     EachPacked      a GPU's kernel for operands in C order, or of one element: words of 16 bytes,
- *                     several of each operand on their way at once.
- *     EachStrided     a GPU's kernel for all others, an element at a time.
+ *     EachWords       a GPU's kernel. Operands that are contiguous along the innermost loop, or
+ *                     repeat one element there, are read and written in words of 16 bytes; all
+ *                     others an element at a time.
  *
  * run_each chooses. Operands have the dtype call->compute; run.cu and csrc see to that. */
 #ifndef GPUOPS_EACH_CUH
@@ -203,20 +203,12 @@ static void each_on_cpu(EachLoops *loops)
 
 #ifdef __CUDACC__
 
-constexpr int EACH_THREADS = 256;
-constexpr int EACH_WORDS = 4; /* in flight, of each operand and thread */
+constexpr int EACH_THREADS = 128;
+constexpr int EACH_PACKED_DIMS = 4;
 
 template <class T, int COUNT>
 struct alignas(COUNT * sizeof(T)) EachWord {
     T items[COUNT];
-};
-
-/* An input: elements that follow one another; or one element, in memory or in the arguments. */
-template <class T>
-struct EachInput {
-    const T *data; /* NULL: the value */
-    bool moves;
-    T value;
 };
 
 template <class Function, class T, class... Loaded>
@@ -237,136 +229,121 @@ HOST_DEVICE inline T each_item_of(const T *loaded)
         return each_item<Function, T>(loaded[0], loaded[1], loaded[2]);
 }
 
-/* In words of 16 bytes, to which all addresses are aligned. */
-template <class Function, class T>
-struct EachPacked {
-    static constexpr int MAX_THREADS = EACH_THREADS;
-    static constexpr int INPUTS = Function::INPUTS;
-    static constexpr int COUNT = 16 / sizeof(T);
-    using Word = EachWord<T, COUNT>;
-
-    T *out;
-    EachInput<T> inputs[INPUTS];
-    int64_t items;
-
-    /* A single input that repeats one element goes the other way, so that this one need not ask. */
-    HOST_DEVICE bool moves(int k) const { return INPUTS == 1 || inputs[k].moves; }
-
-    HOST_DEVICE void operator()(Thread thread) const
-    {
-        T same[INPUTS];
-        UNROLL
-        for (int k = 0; k < INPUTS; k++)
-            same[k] =
-                inputs[k].data == NULL || inputs[k].moves ? inputs[k].value : inputs[k].data[0];
-        const int64_t words = items / COUNT;
-        const int64_t first = (int64_t)thread.block * EACH_THREADS * EACH_WORDS + thread.thread;
-        Word loaded[EACH_WORDS][INPUTS];
-        UNROLL
-        for (int w = 0; w < EACH_WORDS; w++) {
-            const int64_t at = first + w * EACH_THREADS;
-            UNROLL
-            for (int k = 0; k < INPUTS; k++)
-                if (moves(k) && at < words)
-                    loaded[w][k] = reinterpret_cast<const Word *>(inputs[k].data)[at];
-        }
-        UNROLL
-        for (int w = 0; w < EACH_WORDS; w++) {
-            const int64_t at = first + w * EACH_THREADS;
-            if (at >= words) continue;
-            Word result;
-            UNROLL
-            for (int i = 0; i < COUNT; i++) {
-                T operands[INPUTS];
-                UNROLL
-                for (int k = 0; k < INPUTS; k++)
-                    operands[k] = moves(k) ? loaded[w][k].items[i] : same[k];
-                result.items[i] = each_item_of<Function, T>(operands);
-            }
-            reinterpret_cast<Word *>(out)[at] = result;
-        }
-        /* What is left after the last whole word. */
-        const int64_t last = words * COUNT + thread.thread;
-        if (thread.block != 0 || last >= items) return;
-        T operands[INPUTS];
-        UNROLL
-        for (int k = 0; k < INPUTS; k++) operands[k] = moves(k) ? inputs[k].data[last] : same[k];
-        out[last] = each_item_of<Function, T>(operands);
-    }
-};
-
+template <int OPERANDS>
 struct EachLoop {
     Divider count;
     int64_t size;
-    int64_t strides[GPUOPS_MAX_INPUTS + 1]; /* in bytes; out is the last operand */
+    int64_t strides[OPERANDS]; /* in bytes; out is the last operand */
 };
 
-/* Any strides. */
-template <class Function, class T>
-struct EachStrided {
+/* An input: words that follow one another, or elements that are repeated throughout a word, in
+ * memory or in the arguments. */
+template <class T>
+struct EachInput {
+    const char *data; /* NULL: the value */
+    bool moves;
+    T value;
+};
+
+/* Words of COUNT elements, over at most DIMS loops: of 16 bytes where all operands allow it, else
+ * single elements. On an H200, more words in flight than these, larger blocks or hints to the
+ * caches make it slower by 1 to 10 %. */
+template <class Function, class T, int COUNT, int DIMS>
+struct EachWords {
     static constexpr int MAX_THREADS = EACH_THREADS;
     static constexpr int INPUTS = Function::INPUTS;
+    static constexpr int IN_FLIGHT = COUNT == 1 ? 4 : INPUTS == 1 ? 2 : 1;
+    using Word = EachWord<T, COUNT>;
 
     char *out;
-    const char *data[INPUTS]; /* NULL: the value */
-    T values[INPUTS];
-    int64_t items;
+    EachInput<T> inputs[INPUTS];
+    int64_t words;
+    int rest; /* elements after the last whole word, where there is one loop */
     int ndim;
-    EachLoop loops[GPUOPS_MAX_DIMS];
+    EachLoop<INPUTS + 1> loops[DIMS]; /* over words */
 
     HOST_DEVICE void operator()(Thread thread) const
     {
-        const int64_t step = (int64_t)thread.threads * EACH_WORDS;
-        for (int64_t first = thread.block * step + thread.thread; first < items;
-             first += thread.blocks * step) {
-            T loaded[EACH_WORDS][INPUTS];
-            int64_t places[EACH_WORDS];
-            UNROLL
-            for (int w = 0; w < EACH_WORDS; w++) {
-                const int64_t number = first + w * (int64_t)thread.threads;
-                if (number >= items) continue;
-                int64_t offsets[INPUTS + 1] = {};
-                if (items <= UINT32_MAX)
-                    decode(static_cast<uint32_t>(number), offsets);
-                else
-                    decode(static_cast<uint64_t>(number), offsets);
-                UNROLL
-                for (int k = 0; k < INPUTS; k++)
-                    loaded[w][k] = data[k] == NULL
-                                       ? values[k]
-                                       : *reinterpret_cast<const T *>(data[k] + offsets[k]);
-                places[w] = offsets[INPUTS];
-            }
-            UNROLL
-            for (int w = 0; w < EACH_WORDS; w++)
-                if (first + w * (int64_t)thread.threads < items)
-                    *reinterpret_cast<T *>(out + places[w]) = each_item_of<Function, T>(loaded[w]);
+        const int64_t first = (int64_t)thread.block * EACH_THREADS * IN_FLIGHT + thread.thread;
+        Word loaded[IN_FLIGHT][INPUTS];
+        char *places[IN_FLIGHT];
+        UNROLL
+        for (int w = 0; w < IN_FLIGHT; w++) {
+            const int64_t number = first + w * EACH_THREADS;
+            if (number < words) places[w] = load(number, loaded[w]);
         }
+        UNROLL
+        for (int w = 0; w < IN_FLIGHT; w++) {
+            if (first + w * EACH_THREADS >= words) continue;
+            Word result;
+            UNROLL
+            for (int i = 0; i < COUNT; i++) result.items[i] = item(loaded[w], i);
+            *reinterpret_cast<Word *>(places[w]) = result;
+        }
+        if (COUNT == 1 || thread.block != 0 || (int)thread.thread >= rest) return;
+        const int64_t last = words * (int64_t)sizeof(Word) + thread.thread * (int64_t)sizeof(T);
+        T operands[INPUTS];
+        UNROLL
+        for (int k = 0; k < INPUTS; k++) operands[k] = element(k, inputs[k].moves ? last : 0);
+        *reinterpret_cast<T *>(out + last) = each_item_of<Function, T>(operands);
     }
 
-    HOST_DEVICE void decode(uint32_t number, int64_t *offsets) const
+    HOST_DEVICE static T item(const Word *loaded, int i)
+    {
+        T operands[INPUTS];
+        UNROLL
+        for (int k = 0; k < INPUTS; k++) operands[k] = loaded[k].items[i];
+        return each_item_of<Function, T>(operands);
+    }
+
+    HOST_DEVICE T element(int k, int64_t offset) const
+    {
+        if (inputs[k].data == NULL) return inputs[k].value;
+        return *reinterpret_cast<const T *>(inputs[k].data + offset);
+    }
+
+    HOST_DEVICE char *load(int64_t number, Word *loaded) const
+    {
+        int64_t offsets[INPUTS + 1] = {};
+        decode(number, offsets);
+        UNROLL
+        for (int k = 0; k < INPUTS; k++) {
+            if (inputs[k].moves) {
+                loaded[k] = *reinterpret_cast<const Word *>(inputs[k].data + offsets[k]);
+                continue;
+            }
+            const T same = element(k, offsets[k]);
+            UNROLL
+            for (int i = 0; i < COUNT; i++) loaded[k].items[i] = same;
+        }
+        return out + offsets[INPUTS];
+    }
+
+    HOST_DEVICE void decode(int64_t number, int64_t *offsets) const
     {
         if (ndim == 1) return move(loops[0], number, offsets);
-        for (int i = ndim - 1; i >= 0; i--) {
-            const uint32_t rest = loops[i].count.divide(number);
-            move(loops[i], number - rest * loops[i].count.divisor, offsets);
-            number = rest;
+        if (COUNT > 1 || words <= UINT32_MAX) {
+            uint32_t outer = static_cast<uint32_t>(number);
+            NO_UNROLL
+            for (int i = ndim - 1; i >= 0; i--) {
+                const uint32_t above = loops[i].count.divide(outer);
+                move(loops[i], outer - above * loops[i].count.divisor, offsets);
+                outer = above;
+            }
+        } else {
+            NO_UNROLL
+            for (int i = ndim - 1; i >= 0; i--) {
+                move(loops[i], number % loops[i].size, offsets);
+                number /= loops[i].size;
+            }
         }
     }
 
-    HOST_DEVICE void decode(uint64_t number, int64_t *offsets) const
-    {
-        for (int i = ndim - 1; i >= 0; i--) {
-            const uint64_t rest = number / (uint64_t)loops[i].size;
-            move(loops[i], number - rest * (uint64_t)loops[i].size, offsets);
-            number = rest;
-        }
-    }
-
-    HOST_DEVICE static void move(const EachLoop &loop, uint64_t position, int64_t *offsets)
+    HOST_DEVICE static void move(const EachLoop<INPUTS + 1> &loop, int64_t position,
+                                 int64_t *offsets)
     {
         UNROLL
-        for (int k = 0; k <= INPUTS; k++) offsets[k] += (int64_t)position * loop.strides[k];
+        for (int k = 0; k <= INPUTS; k++) offsets[k] += position * loop.strides[k];
     }
 };
 
@@ -379,71 +356,49 @@ struct EachOperands {
 };
 Status each_begin(Call *call, EachOperands *operands);
 Status each_end(Call *call, EachOperands *operands, Status status);
-/* Whether every operand follows the order of the output, or is one element. */
-bool each_is_packed(const EachLoops &loops, int64_t item_bytes);
+/* Whether all operands consist of whole words of 16 bytes, but for the end of a single loop. */
+bool each_has_words(const EachLoops &loops, int64_t item_bytes);
 
-template <class Function, class T>
-static Status each_launch_packed(const Call *call, const EachLoops &loops)
+template <class Function, class T, int COUNT, int DIMS>
+static Status each_launch(const Call *call, const EachLoops &loops)
 {
     constexpr int INPUTS = Function::INPUTS;
-    EachPacked<Function, T> body = {};
-    body.out = reinterpret_cast<T *>(loops.data[INPUTS]);
-    body.items = loops.counts[0];
+    const int inner = loops.ndim - 1;
+    EachWords<Function, T, COUNT, DIMS> body = {};
+    body.out = loops.data[INPUTS];
     for (int k = 0; k < INPUTS; k++) {
-        body.inputs[k].moves = loops.strides[k][0] != 0;
+        body.inputs[k].moves = loops.strides[k][inner] != 0;
         if (call->inputs[k].device == DEVICE_CPU)
             memcpy(&body.inputs[k].value, loops.data[k], sizeof(T));
         else
-            body.inputs[k].data = reinterpret_cast<const T *>(loops.data[k]);
+            body.inputs[k].data = loops.data[k];
     }
-    const int64_t block = (int64_t)EACH_THREADS * EACH_WORDS * body.COUNT;
-    const int64_t blocks = (body.items + block - 1) / block;
-    if (blocks > INT32_MAX)
-        return fail(STATUS_VALUE_ERROR, "%lld elements are more than one call can take",
-                    (long long)body.items);
-    return launch(body, Grid{(unsigned)blocks, EACH_THREADS}, call->stream->handle);
-}
-
-template <class Function, class T>
-static Status each_launch_strided(const Call *call, const EachLoops &loops)
-{
-    constexpr int INPUTS = Function::INPUTS;
-    EachStrided<Function, T> body = {};
-    body.out = loops.data[INPUTS];
-    body.items = 1;
+    body.words = 1;
+    body.rest = (int)(loops.counts[inner] % COUNT);
     body.ndim = loops.ndim;
     for (int i = 0; i < loops.ndim; i++) {
-        const int64_t count = loops.counts[i];
-        body.loops[i].count = divider_of(count <= UINT32_MAX ? (uint32_t)count : 1);
+        const int64_t count = i == inner ? loops.counts[i] / COUNT : loops.counts[i];
+        body.loops[i].count = divider_of(count > 0 && count <= UINT32_MAX ? (uint32_t)count : 1);
         body.loops[i].size = count;
-        body.items *= count;
-        for (int k = 0; k <= INPUTS; k++) body.loops[i].strides[k] = loops.strides[k][i];
+        body.words *= count;
+        for (int k = 0; k <= INPUTS; k++)
+            body.loops[i].strides[k] = loops.strides[k][i] * (i == inner ? COUNT : 1);
     }
-    for (int k = 0; k < INPUTS; k++) {
-        if (call->inputs[k].device == DEVICE_CPU)
-            memcpy(&body.values[k], loops.data[k], sizeof(T));
-        else
-            body.data[k] = loops.data[k];
-    }
-    constexpr int64_t MOST_BLOCKS = 1 << 20;
-    int64_t blocks = (body.items + EACH_THREADS * EACH_WORDS - 1) / (EACH_THREADS * EACH_WORDS);
-    if (blocks > MOST_BLOCKS) blocks = MOST_BLOCKS;
+    constexpr int64_t WORDS = EACH_THREADS * body.IN_FLIGHT;
+    int64_t blocks = (body.words + WORDS - 1) / WORDS;
+    if (blocks == 0) blocks = 1; /* for the rest */
+    if (blocks > INT32_MAX)
+        return fail(STATUS_VALUE_ERROR, "%lld elements are more than one call can take",
+                    (long long)(body.words * COUNT));
     return launch(body, Grid{(unsigned)blocks, EACH_THREADS}, call->stream->handle);
 }
 
 template <class Function, class T>
 static Status each_on_cuda(const Call *call, const EachLoops &loops)
 {
-    const bool repeats =
-        Function::INPUTS == 1 &&
-        (call->inputs[0].device == DEVICE_CPU || (loops.strides[0][0] == 0 && loops.counts[0] > 1));
-    if (repeats || !each_is_packed(loops, sizeof(T)))
-        return each_launch_strided<Function, T>(call, loops);
-    uintptr_t bits = reinterpret_cast<uintptr_t>(loops.data[Function::INPUTS]);
-    for (int k = 0; k < Function::INPUTS; k++)
-        if (loops.strides[k][0] != 0) bits |= reinterpret_cast<uintptr_t>(loops.data[k]);
-    return bits % 16 == 0 ? each_launch_packed<Function, T>(call, loops)
-                          : each_launch_strided<Function, T>(call, loops);
+    return each_has_words(loops, sizeof(T))
+               ? each_launch<Function, T, 16 / sizeof(T), EACH_PACKED_DIMS>(call, loops)
+               : each_launch<Function, T, 1, GPUOPS_MAX_DIMS>(call, loops);
 }
 
 #endif

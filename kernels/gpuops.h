@@ -251,7 +251,7 @@ Status stream_create(int device, bool nonblocking, int priority, Stream **stream
  * record, the owner is kept; it is released at once if the record has an owner already. */
 Status stream_of_handle(int device, uintptr_t handle, Owner owner, Stream **stream);
 /* The device of a handle; *device stays as it is for a default stream, which every device has
- * behind the same one. */
+ * behind the same one, and for a stream that is being captured, of which CUDA does not tell. */
 Status stream_find_device(uintptr_t handle, int *device);
 Stream *stream_hold(Stream *stream);
 void stream_release(Stream *stream);

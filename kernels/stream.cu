@@ -150,7 +150,10 @@ Status stream_find_device(uintptr_t number, int *device)
         return STATUS_OK;
     Status status = runtime_check();
     if (status != STATUS_OK) return status;
-    CUDA_TRY(cudaStreamGetDevice(handle, device));
+    /* The question would spoil a capture. */
+    cudaStreamCaptureStatus capture;
+    CUDA_TRY(cudaStreamIsCapturing(handle, &capture));
+    if (capture == cudaStreamCaptureStatusNone) CUDA_TRY(cudaStreamGetDevice(handle, device));
     return STATUS_OK;
 }
 

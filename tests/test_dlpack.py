@@ -584,6 +584,8 @@ def test_references_stay_level_on_a_device(gpu):
     d = gpuops.to_device(HOST)
     interface = Interface(d)
     objects = [d, interface, d.dtype, None]
+    gpuops.synchronize()
+    gc.collect()  # what earlier tests have left
     before = [sys.getrefcount(one) for one in objects]
     for _ in range(200):
         gpuops.asarray(interface)

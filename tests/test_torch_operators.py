@@ -154,7 +154,9 @@ def test_gather(device):
         equal(filled, torch.tensor([3.0, -1.0]))
     equal(operators.gather(x.T, indices.T, axis=1), x.T[:, indices.T])
     for dtype in (torch.bool, torch.int16, torch.uint16, torch.bfloat16, torch.complex128):
-        equal(operators.gather(x.to(dtype), indices.short()), x.to(dtype)[indices])
+        # torch's own indexing takes fewer dtypes on a GPU.
+        expected = x.to(dtype).cpu()[indices.cpu()]
+        equal(operators.gather(x.to(dtype), indices.short()), expected)
     with pytest.raises(np.exceptions.AxisError):
         operators.gather(x, indices, axis=2)
     with pytest.raises(IndexError, match="integer"):

@@ -452,6 +452,10 @@ cudaError_t cudaStreamGetDevice(cudaStream_t handle, int *device)
     Stream *stream;
     REQUIRE_SUCCESS(find_stream(__func__, handle, &stream));
     REQUIRE(device, cudaErrorInvalidValue);
+    if (stream->capture) {
+        misuse("%s: the stream is being captured", __func__);
+        return done(cudaErrorStreamCaptureUnsupported);
+    }
     *device = stream->device;
     return cudaSuccess;
 }
