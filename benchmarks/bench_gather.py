@@ -53,8 +53,8 @@ def rows(run: Run, width: int, size: int, count: int, reuse: bool = False) -> Ca
     name = f"{count_name(count)} rows of {width} float32 ({4 * width} bytes)"
     targets = [Target("gpuops on the CPU", "numpy.take", ratio=1.5)]
     if not reuse:
-        return _host_case(name, table, indices, targets)
-    return _host_case(f"{name}, out=", table, indices, targets, reuse=True)
+        return _host_case(name, table, indices, targets, gpu_too=False)
+    return _host_case(f"{name}, out=", table, indices, targets, reuse=True, gpu_too=False)
 
 
 def small(run: Run, count: int) -> Case:
@@ -72,13 +72,14 @@ def _host_case(
     targets: list[Target],
     items: int | None = None,
     reuse: bool = False,
+    gpu_too: bool = True,
 ) -> Case:
     def out() -> dict:
         shape = indices[0][0].shape + table.shape[1:]
         return {"out": numpy.full(shape, numpy.nan, table.dtype)} if reuse else {}
 
     contestants = {"gpuops on the CPU": _gather(device="cpu", **out())}
-    if gpuops.is_available():
+    if gpu_too and gpuops.is_available():
         contestants["gpuops on the GPU"] = _gather(device="cuda", **out())
     # NumPy gathers straight into `out` in mode "clip" alone; the indices here are all in bounds.
     options = {"mode": "clip", **out()} if reuse else {}
@@ -86,6 +87,7 @@ def _host_case(
     if not reuse:
         contestants["x[indices]"] = Contestant(lambda x, i: x[i])
         contestants |= peers.torch_cpu("index_select", _index_select)
+    if gpu_too:
         contestants |= peers.torch_from_host("index_select", _index_select)
         contestants |= peers.cupy_from_host("take", _take)
     moved = _moved_bytes(table, indices[0][0])

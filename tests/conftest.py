@@ -100,6 +100,11 @@ class Device(NamedTuple):
     gpuops: object
     fake: Fake | None
 
+    @property
+    def default(self):
+        """The default of a test: not whichever GPU another library has left current."""
+        return "cuda:0" if self.spec == "cuda" else self.spec
+
 
 @pytest.fixture(scope="session")
 def fake_folder(request):
@@ -146,7 +151,7 @@ def device(request):
 def gpu(request):
     """For tests of what there is on a GPU alone: `device`, without the CPU backend."""
     device = request.getfixturevalue(f"{request.param}_device")
-    with leaving_nothing(device), device.gpuops.device(device.spec):
+    with leaving_nothing(device), device.gpuops.device(device.default):
         yield device
 
 
@@ -186,5 +191,5 @@ def footprint(device):
 
 @pytest.fixture
 def gpuops(device):
-    with device.gpuops.device(device.spec):
+    with device.gpuops.device(device.default):
         yield device.gpuops
