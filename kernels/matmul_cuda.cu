@@ -237,9 +237,9 @@ struct AddParts {
     }
 };
 
-/* Few rows of a, and a large b, which is read once for every FEW_ROWS of them. */
+/* Few rows of a, and a large b, which is read once for every group of rows. */
 
-constexpr int FEW_ROWS = 4, MOST_FEW_ROWS = 16;
+constexpr int MOST_FEW_ROWS = 16;
 
 /* What a block of these kernels is to do. The rows come first, so that blocks that run at the same
  * time read the same part of b. */
@@ -250,12 +250,12 @@ struct FewRowsPart {
 };
 
 template <class T>
-HOST_DEVICE inline FewRowsPart few_rows_part(const Terms<T> &terms, unsigned block,
+HOST_DEVICE inline FewRowsPart few_rows_part(const Terms<T> &terms, unsigned block, int rows_each,
                                              unsigned row_groups, unsigned column_groups,
                                              int64_t columns_each)
 {
     FewRowsPart part;
-    part.row = (int64_t)(block % row_groups) * FEW_ROWS;
+    part.row = (int64_t)(block % row_groups) * rows_each;
     block /= row_groups;
     part.column = (block % column_groups) * columns_each;
     block /= column_groups;
@@ -265,64 +265,96 @@ HOST_DEVICE inline FewRowsPart few_rows_part(const Terms<T> &terms, unsigned blo
     part.end = part.begin + terms.split_depth;
     if (part.end > terms.depth) part.end = terms.depth;
     part.rows =
-        static_cast<int>(terms.rows - part.row < FEW_ROWS ? terms.rows - part.row : FEW_ROWS);
+        static_cast<int>(terms.rows - part.row < rows_each ? terms.rows - part.row : rows_each);
     return part;
 }
 
 /* The rows of b are contiguous. A thread has a pack of columns; the 8 warps of a block take turns
- * along the depth, and add up what they have at the end. */
-template <class T>
+ * along the depth, and add up what they have at the end. The factors of a, which all threads need,
+ * go through shared memory: at the same places of several rows the caches would have no room for
+ * them.
+ */
+template <class T, int ROWS>
 struct MultiplyFewRowsAcross {
     using Sum = SumOf<T>;
     static constexpr int WIDTH = least(8, 16 / sizeof(T)), LANES = 32;
-    static constexpr int COLUMNS = LANES * WIDTH, IN_FLIGHT = 4;
-    static constexpr int MAX_THREADS = THREADS, GROUPS = THREADS / LANES;
+    static constexpr int COLUMNS = LANES * WIDTH, IN_FLIGHT = 8;
+    static constexpr int BLOCK = THREADS, MAX_THREADS = BLOCK, GROUPS = BLOCK / LANES;
+    static constexpr int STEP = GROUPS * IN_FLIGHT;
+    static constexpr int CHUNK = least(8, (16 << 10) / (ROWS * sizeof(Sum) * STEP)) * STEP;
+    static constexpr int TOGETHER = least(ROWS, 16 / sizeof(Sum));
 
     Terms<T> terms;
     unsigned row_groups, column_groups;
 
     struct Shared {
+        alignas(16) Sum a[CHUNK][ROWS];
         Sum sums[GROUPS][COLUMNS];
     };
 
     HOST_DEVICE void operator()(Thread thread, Shared *shared) const
     {
         const FewRowsPart part =
-            few_rows_part(terms, thread.block, row_groups, column_groups, COLUMNS);
+            few_rows_part(terms, thread.block, ROWS, row_groups, column_groups, COLUMNS);
         const BatchLoop at = terms.place(part.matrix);
         const int lane = thread.thread % LANES, group = thread.thread / LANES;
         const int64_t exist = terms.columns - (part.column + lane * WIDTH);
         const T *a = terms.a + at.a + part.row * terms.a_row;
         const T *b = terms.b + at.b + part.column + lane * WIDTH;
+        const bool a_along = terms.a_column == 1;
 
-        Sum sums[FEW_ROWS][WIDTH] = {};
-        for (int64_t k = part.begin + group; k < part.end; k += GROUPS * IN_FLIGHT) {
-            Pack<T, WIDTH> packs[IN_FLIGHT];
-            UNROLL
-            for (int i = 0; i < IN_FLIGHT; i++) {
-                const int64_t depth = k + i * GROUPS;
-                packs[i] = load_pack<T, WIDTH>(b + depth * terms.b_row,
-                                               depth < part.end ? exist : 0, terms.b_aligned);
+        Sum sums[ROWS][WIDTH] = {};
+        for (int64_t begin = part.begin; begin < part.end; begin += CHUNK) {
+            const int depth = static_cast<int>(part.end - begin < CHUNK ? part.end - begin : CHUNK);
+            const int padded = (depth + STEP - 1) / STEP * STEP;
+            if (begin > part.begin) thread.sync();
+            for (int item = static_cast<int>(thread.thread); item < padded * ROWS;
+                 item += THREADS) {
+                const int k = a_along ? item % padded : item / ROWS;
+                const int r = a_along ? item / padded : item % ROWS;
+                Sum factor = {};
+                if (k < depth && r < part.rows)
+                    factor =
+                        Arithmetic<T>::widen(a[r * terms.a_row + (begin + k) * terms.a_column]);
+                shared->a[k][r] = factor;
             }
-            UNROLL
-            for (int i = 0; i < IN_FLIGHT; i++) {
-                const int64_t depth = k + i * GROUPS;
-                if (depth >= part.end) continue;
-                UNROLL
-                for (int r = 0; r < FEW_ROWS; r++) {
-                    if (r >= part.rows) continue;
-                    const Sum factor =
-                        Arithmetic<T>::widen(a[r * terms.a_row + depth * terms.a_column]);
+            thread.sync();
+            for (int k = group * IN_FLIGHT; k < depth; k += STEP) {
+                const T *items = b + (begin + k) * terms.b_row;
+                Pack<T, WIDTH> packs[IN_FLIGHT];
+                if (terms.b_aligned && exist >= WIDTH && depth - k >= IN_FLIGHT) {
                     UNROLL
-                    for (int j = 0; j < WIDTH; j++)
-                        sums[r][j] = Arithmetic<T>::add_product(
-                            factor, Arithmetic<T>::widen(packs[i].items[j]), sums[r][j]);
+                    for (int i = 0; i < IN_FLIGHT; i++)
+                        packs[i] =
+                            *reinterpret_cast<const Pack<T, WIDTH> *>(items + i * terms.b_row);
+                } else {
+                    UNROLL
+                    for (int i = 0; i < IN_FLIGHT; i++)
+                        packs[i] = load_pack<T, WIDTH>(items + i * terms.b_row,
+                                                       k + i < depth ? exist : 0, false);
+                }
+                UNROLL
+                for (int i = 0; i < IN_FLIGHT; i++) {
+                    UNROLL
+                    for (int r = 0; r < ROWS; r += TOGETHER) {
+                        const Pack<Sum, TOGETHER> factors =
+                            *reinterpret_cast<const Pack<Sum, TOGETHER> *>(&shared->a[k + i][r]);
+                        UNROLL
+                        for (int l = 0; l < TOGETHER; l++) {
+                            UNROLL
+                            for (int j = 0; j < WIDTH; j++)
+                                sums[r + l][j] = Arithmetic<T>::add_product(
+                                    factors.items[l], Arithmetic<T>::widen(packs[i].items[j]),
+                                    sums[r + l][j]);
+                        }
+                    }
                 }
             }
         }
         UNROLL
-        for (int r = 0; r < FEW_ROWS; r++) {
+        for (int r = 0; r < ROWS; r++) {
             if (r >= part.rows) continue; /* the same for all threads */
+            thread.sync();
             UNROLL
             for (int j = 0; j < WIDTH; j++) shared->sums[group][lane * WIDTH + j] = sums[r][j];
             thread.sync();
@@ -335,18 +367,18 @@ struct MultiplyFewRowsAcross {
                     at.out + (part.row + r) * terms.out_row + column * terms.out_column;
                 terms.template store<1>(part.split, place, {{sum}}, 1);
             }
-            thread.sync();
         }
     }
 };
 
 /* The columns of b are contiguous. Each group of lanes, a power of two, has a few columns, which
  * they go along together. */
-template <class T>
+template <class T, int ROWS>
 struct MultiplyFewRowsAlong {
     using Sum = SumOf<T>;
-    static constexpr int WIDTH = least(8, 16 / sizeof(T)), COLUMNS = 4;
-    static constexpr int MAX_THREADS = THREADS;
+    static constexpr int WIDTH = least(8, 16 / sizeof(T));
+    static constexpr int COLUMNS = least(ROWS == 1 ? 4 : 8, 256 / (ROWS * sizeof(Sum)));
+    static constexpr int BLOCK = THREADS, MAX_THREADS = BLOCK;
 
     Terms<T> terms;
     unsigned row_groups, column_groups;
@@ -360,36 +392,43 @@ struct MultiplyFewRowsAlong {
     {
         const int groups = THREADS / lanes;
         const int lane = thread.thread % lanes, group = thread.thread / lanes;
-        const FewRowsPart part = few_rows_part(terms, thread.block, row_groups, column_groups,
+        const FewRowsPart part = few_rows_part(terms, thread.block, ROWS, row_groups, column_groups,
                                                (int64_t)groups * COLUMNS);
         const BatchLoop at = terms.place(part.matrix);
         const int64_t column = part.column + (int64_t)group * COLUMNS;
         const T *a = terms.a + at.a + part.row * terms.a_row;
         const T *b = terms.b + at.b + column * terms.b_column;
+        const int64_t columns_left = terms.columns - column;
         const bool packed = terms.a_column == 1;
 
-        Sum sums[FEW_ROWS][COLUMNS] = {};
+        Sum sums[ROWS][COLUMNS] = {};
         for (int64_t k = part.begin + (int64_t)lane * WIDTH; k < part.end;
              k += (int64_t)lanes * WIDTH) {
             const int64_t exist = part.end - k;
             Pack<T, WIDTH> packs[COLUMNS];
+            if (terms.b_aligned && exist >= WIDTH && columns_left >= COLUMNS) {
+                UNROLL
+                for (int j = 0; j < COLUMNS; j++)
+                    packs[j] =
+                        *reinterpret_cast<const Pack<T, WIDTH> *>(b + j * terms.b_column + k);
+            } else {
+                UNROLL
+                for (int j = 0; j < COLUMNS; j++)
+                    packs[j] = load_pack<T, WIDTH>(b + j * terms.b_column + k,
+                                                   j < columns_left ? exist : 0, false);
+            }
             UNROLL
-            for (int j = 0; j < COLUMNS; j++)
-                packs[j] =
-                    load_pack<T, WIDTH>(b + j * terms.b_column + k,
-                                        column + j < terms.columns ? exist : 0, terms.b_aligned);
-            UNROLL
-            for (int r = 0; r < FEW_ROWS; r++) {
-                if (r >= part.rows) continue;
+            for (int r = 0; r < ROWS; r++) {
+                /* Nobody stores the sums of rows that there are not. */
+                const int64_t row = (r < part.rows ? r : part.rows - 1) * terms.a_row;
                 Pack<T, WIDTH> factors;
                 if (packed) {
-                    factors = load_pack<T, WIDTH>(a + r * terms.a_row + k, exist, terms.a_aligned);
+                    factors = load_pack<T, WIDTH>(a + row + k, exist, terms.a_aligned);
                 } else {
                     memset(&factors, 0, sizeof factors);
                     UNROLL
                     for (int i = 0; i < WIDTH; i++)
-                        if (i < exist)
-                            factors.items[i] = a[r * terms.a_row + (k + i) * terms.a_column];
+                        if (i < exist) factors.items[i] = a[row + (k + i) * terms.a_column];
                 }
                 UNROLL
                 for (int i = 0; i < WIDTH; i++) {
@@ -402,7 +441,7 @@ struct MultiplyFewRowsAlong {
             }
         }
         UNROLL
-        for (int r = 0; r < FEW_ROWS; r++) {
+        for (int r = 0; r < ROWS; r++) {
             if (r >= part.rows) continue; /* the same for all threads */
             UNROLL
             for (int j = 0; j < COLUMNS; j++) shared->sums[j][thread.thread] = sums[r][j];
@@ -433,14 +472,16 @@ struct MultiplyFewRowsAlong {
  * that a thread reads 16 bytes along its rows and its columns, while the next ones are on their way
  * to registers. The 32 threads of a warp stand 8 x 4; that neighbours of a quarter share rows, and
  * every other one columns, keeps their reads of 16 bytes free of conflicts. */
-template <class T, int ROWS, int COLUMNS, int ITEMS_DOWN, int ITEMS_ACROSS>
+template <class T, int ROWS, int COLUMNS, int ITEMS_DOWN, int ITEMS_ACROSS, int BLOCKS>
 struct MultiplyTiles {
     using Sum = SumOf<T>;
     static constexpr int LANE = least(16 / sizeof(Sum), 4); /* sums beside each other in a thread */
     static constexpr int WARP_ROWS = 8 * ITEMS_DOWN, WARP_COLUMNS = 4 * ITEMS_ACROSS;
     static constexpr int WARPS_DOWN = ROWS / WARP_ROWS, WARPS_ACROSS = COLUMNS / WARP_COLUMNS;
     static constexpr int BLOCK = 32 * WARPS_DOWN * WARPS_ACROSS, DEPTH = 8;
-    static constexpr int MAX_THREADS = BLOCK;
+    /* Not of one block, but of BLOCKS that are to share a multiprocessor and its registers. */
+    static constexpr int MAX_THREADS = BLOCK * BLOCKS;
+    static constexpr int TILE_ROWS = ROWS, TILE_COLUMNS = COLUMNS, BLOCKS_TOGETHER = BLOCKS;
     static constexpr int RASTER = 8; /* rows of tiles that are computed at the same time */
 
     Terms<T> terms;
@@ -474,27 +515,42 @@ struct MultiplyTiles {
             }
         }
 
-        /* From the tile's first item, with the stride of what is not contiguous. */
-        HOST_DEVICE void begin(unsigned thread, const T *tile, int64_t stride, bool along_depth)
+        /* Whether the edge of the matrix goes through no pack. */
+        HOST_DEVICE static bool is_whole(bool along_depth, int extent_left)
         {
+            return along_depth || extent_left % WIDTH == 0;
+        }
+
+        /* From the tile's first item, with the stride of what is not contiguous. Where all packs
+         * are whole, those beyond the edge are read from before it: nobody stores their sums. */
+        HOST_DEVICE void begin(unsigned thread, const T *tile, int64_t stride, bool whole,
+                               bool along_depth, int extent_left)
+        {
+            const int last = extent_left - (along_depth ? 1 : WIDTH);
             UNROLL
             for (int i = 0; i < COUNT; i++) {
                 int extent, depth;
                 locate(thread, i, along_depth, &extent, &depth);
+                if (whole && extent > last) extent = last;
                 items[i] =
                     along_depth ? tile + extent * stride + depth : tile + depth * stride + extent;
             }
         }
 
-        /* Reads the share of one tile, and goes on to the next. A whole tile has no edge, and packs
-         * that are aligned. */
+        /* Reads the share of one tile, and goes on to the next. */
         HOST_DEVICE void load(unsigned thread, bool whole, bool along_depth, bool aligned,
                               int extent_left, int depth_left, int64_t step)
         {
-            if (whole && depth_left == DEPTH) {
+            if (whole && aligned && depth_left == DEPTH) {
                 UNROLL
                 for (int i = 0; i < COUNT; i++)
                     packs[i] = *reinterpret_cast<const Pack<T, WIDTH> *>(items[i]);
+            } else if (whole && depth_left == DEPTH) {
+                UNROLL
+                for (int i = 0; i < COUNT; i++) {
+                    UNROLL
+                    for (int j = 0; j < WIDTH; j++) packs[i].items[j] = items[i][j];
+                }
             } else {
                 UNROLL
                 for (int i = 0; i < COUNT; i++) {
@@ -569,8 +625,8 @@ struct MultiplyTiles {
         const int columns_left =
             static_cast<int>(terms.columns - column < COLUMNS ? terms.columns - column : COLUMNS);
         const bool a_along = terms.a_column == 1, b_along = terms.b_column != 1;
-        const bool a_whole = terms.a_aligned && rows_left == ROWS;
-        const bool b_whole = terms.b_aligned && columns_left == COLUMNS;
+        const bool a_whole = Share<ROWS>::is_whole(a_along, rows_left);
+        const bool b_whole = Share<COLUMNS>::is_whole(b_along, columns_left);
         const int64_t a_step = DEPTH * terms.a_column, b_step = DEPTH * terms.b_row;
         const T *a = terms.a + at.a + row * terms.a_row + begin * terms.a_column;
         const T *b = terms.b + at.b + column * terms.b_column + begin * terms.b_row;
@@ -583,8 +639,10 @@ struct MultiplyTiles {
         Share<ROWS> a_share;
         Share<COLUMNS> b_share;
         Sum sums[ITEMS_DOWN][ITEMS_ACROSS] = {};
-        a_share.begin(thread.thread, a, a_along ? terms.a_row : terms.a_column, a_along);
-        b_share.begin(thread.thread, b, b_along ? terms.b_column : terms.b_row, b_along);
+        a_share.begin(thread.thread, a, a_along ? terms.a_row : terms.a_column, a_whole, a_along,
+                      rows_left);
+        b_share.begin(thread.thread, b, b_along ? terms.b_column : terms.b_row, b_whole, b_along,
+                      columns_left);
         const auto load = [&](int64_t left) {
             const int depth_left = left < DEPTH ? static_cast<int>(left) : DEPTH;
             a_share.load(thread.thread, a_whole, a_along, terms.a_aligned, rows_left, depth_left,
@@ -644,22 +702,30 @@ struct MultiplyTiles {
     }
 };
 
-/* The tiles of a type, the larger of two where it has two, and how many of their blocks share a
- * multiprocessor. */
+/* A size of tiles, and its speed in percent of that of the fastest, as measured with float32 on an
+ * H200. */
+template <class Kernel, int PERCENT>
+struct Tile {
+    using Body = Kernel;
+    static constexpr double SPEED = PERCENT / 100.0;
+};
+
+template <class... Each>
+struct TileSizes {};
+
+/* The sizes that there are for a type. */
 template <class T>
 struct Tiles {
-    using Large = MultiplyTiles<T, 64, 64, 8, 4>;
-    using Small = Large;
-    static constexpr int ROWS = 64, COLUMNS = 64, SMALL = 64;
-    static constexpr int BLOCKS = 4;
+    static constexpr int BLOCKS = sizeof(SumOf<T>) > 4 ? 2 : 4;
+    using Sizes = TileSizes<Tile<MultiplyTiles<T, 64, 64, 8, 4, BLOCKS>, 100>>;
 };
 
 template <class T>
 struct FloatTiles {
-    using Large = MultiplyTiles<T, 128, 128, 8, 16>;
-    using Small = MultiplyTiles<T, 32, 32, 4, 4>;
-    static constexpr int ROWS = 128, COLUMNS = 128, SMALL = 32;
-    static constexpr int BLOCKS = 2;
+    using Sizes = TileSizes<Tile<MultiplyTiles<T, 256, 128, 16, 8, 1>, 100>,
+                            Tile<MultiplyTiles<T, 64, 128, 8, 8, 4>, 95>,
+                            Tile<MultiplyTiles<T, 64, 64, 8, 4, 4>, 80>,
+                            Tile<MultiplyTiles<T, 32, 32, 4, 4, 8>, 63>>;
 };
 
 template <>
@@ -671,18 +737,13 @@ struct Tiles<BFloat16> : FloatTiles<BFloat16> {};
 
 template <>
 struct Tiles<double> {
-    using Large = MultiplyTiles<double, 128, 64, 8, 8>;
-    using Small = MultiplyTiles<double, 32, 32, 4, 4>;
-    static constexpr int ROWS = 128, COLUMNS = 64, SMALL = 32;
-    static constexpr int BLOCKS = 2;
+    using Sizes = TileSizes<Tile<MultiplyTiles<double, 128, 64, 8, 8, 2>, 100>,
+                            Tile<MultiplyTiles<double, 32, 32, 4, 4, 8>, 50>>;
 };
 
 template <>
 struct Tiles<Complex<double>> {
-    using Large = MultiplyTiles<Complex<double>, 64, 64, 4, 4>;
-    using Small = Large;
-    static constexpr int ROWS = 64, COLUMNS = 64, SMALL = 64;
-    static constexpr int BLOCKS = 2;
+    using Sizes = TileSizes<Tile<MultiplyTiles<Complex<double>, 64, 64, 4, 4, 1>, 100>>;
 };
 
 /* Launches. */
@@ -829,7 +890,7 @@ static Status launch_matrices(Body *body, const Terms<T> &terms, int64_t matrice
     for (int64_t first = 0; first < matrices && status == STATUS_OK; first += at_once) {
         const int64_t count = matrices - first < at_once ? matrices - first : at_once;
         body->terms.first_matrix = first;
-        const Grid grid = {static_cast<unsigned>(count * each), Body::MAX_THREADS};
+        const Grid grid = {static_cast<unsigned>(count * each), Body::BLOCK};
         status = launch_with_shared(*body, grid, stream->handle);
     }
     if (memory != NULL && status == STATUS_OK) {
@@ -845,75 +906,129 @@ static Status launch_matrices(Body *body, const Terms<T> &terms, int64_t matrice
 }
 
 template <class Body, class T>
-static Status launch_tiles(Terms<T> terms, int64_t matrices, int64_t room, int64_t rows,
-                           int64_t columns, Stream *stream)
+static Status launch_tiles(Terms<T> terms, int64_t matrices, Stream *stream)
 {
     Body body = {};
-    const int64_t tile_rows = (terms.rows + rows - 1) / rows;
-    const int64_t tile_columns = (terms.columns + columns - 1) / columns;
+    const int64_t tile_rows = (terms.rows + Body::TILE_ROWS - 1) / Body::TILE_ROWS;
+    const int64_t tile_columns = (terms.columns + Body::TILE_COLUMNS - 1) / Body::TILE_COLUMNS;
     if (tile_rows * tile_columns > INT32_MAX)
         return fail(STATUS_VALUE_ERROR, "a product of %lld x %lld elements is too large",
                     (long long)terms.rows, (long long)terms.columns);
     body.tile_rows = static_cast<unsigned>(tile_rows);
     body.tile_columns = static_cast<unsigned>(tile_columns);
-    split_depth(&terms, matrices * tile_rows * tile_columns, room, 2 * SPLIT_GRAIN);
-    constexpr int A = Body::template Share<Body::WARP_ROWS * Body::WARPS_DOWN>::WIDTH;
-    constexpr int B = Body::template Share<Body::WARP_COLUMNS * Body::WARPS_ACROSS>::WIDTH;
+    constexpr int A = Body::template Share<Body::TILE_ROWS>::WIDTH;
+    constexpr int B = Body::template Share<Body::TILE_COLUMNS>::WIDTH;
     set_alignment(&terms, A, B, Body::LANE);
     return launch_matrices(&body, terms, matrices, tile_rows * tile_columns, stream);
 }
 
-/* Small tiles waste less of their work at the edges, and more of them fit onto a small product; but
- * large ones read each factor less often, which makes them about twice as fast. */
+/* A way to compute a product with tiles, and its cost: how many multiplications a multiprocessor
+ * would do in that time, with the fastest tiles. */
 template <class T>
-static Status multiply_tiles(const Terms<T> &terms, int64_t matrices, int multiprocessors,
-                             Stream *stream)
+struct Way {
+    double cost;
+    int64_t splits, split_depth;
+    Status (*launch)(Terms<T>, int64_t, Stream *);
+};
+
+/* Splitting the depth gives every multiprocessor as many blocks as the others, up to MOST_BLOCKS.
+ * It costs a launch, some 3 us, and a way there and back for each part of a sum: a multiprocessor's
+ * share of the memory moves one float32 in the time of about 16 multiplications. */
+constexpr int MOST_BLOCKS = 12;
+constexpr double ITEM_COST = 16, ADD_COST = 5e5;
+
+template <class Size, class T>
+static Way<T> plan_way(const Terms<T> &terms, int64_t matrices, int multiprocessors)
 {
-    using Choice = Tiles<T>;
-    const auto tiles = [&](int64_t rows, int64_t columns) {
-        return ((terms.rows + rows - 1) / rows) * ((terms.columns + columns - 1) / columns);
-    };
-    const int64_t large = tiles(Choice::ROWS, Choice::COLUMNS);
-    const int64_t small = tiles(Choice::SMALL, Choice::SMALL);
-    const int64_t large_work = large * Choice::ROWS * Choice::COLUMNS;
-    const int64_t small_work = small * Choice::SMALL * Choice::SMALL;
-    const int64_t parts = terms.depth / (4 * SPLIT_GRAIN) > 1 ? terms.depth / (4 * SPLIT_GRAIN) : 1;
-    const bool too_few = matrices * large * parts < multiprocessors;
-    if (Choice::SMALL < Choice::ROWS && (too_few || large_work > 2 * small_work))
-        return launch_tiles<typename Choice::Small>(terms, matrices, 8ll * multiprocessors,
-                                                    Choice::SMALL, Choice::SMALL, stream);
-    return launch_tiles<typename Choice::Large>(terms, matrices,
-                                                (int64_t)Choice::BLOCKS * multiprocessors,
-                                                Choice::ROWS, Choice::COLUMNS, stream);
+    using Body = typename Size::Body;
+    const int64_t tiles = matrices * ((terms.rows + Body::TILE_ROWS - 1) / Body::TILE_ROWS) *
+                          ((terms.columns + Body::TILE_COLUMNS - 1) / Body::TILE_COLUMNS);
+    int64_t most = MOST_PART_BYTES / (terms.items * (int64_t)sizeof(SumOf<T>));
+    if (most > terms.depth / (2 * SPLIT_GRAIN)) most = terms.depth / (2 * SPLIT_GRAIN);
+    if (most < 1) most = 1;
+    Way<T> best = {0, 0, 0, launch_tiles<Body, T>};
+    for (int64_t wanted = 0; wanted <= MOST_BLOCKS; wanted++) {
+        Way<T> way = best;
+        way.splits = wanted * multiprocessors / tiles;
+        if (way.splits < 1) way.splits = 1;
+        if (way.splits > most) way.splits = most;
+        if (way.splits == best.splits) continue;
+        way.split_depth = terms.depth;
+        if (way.splits > 1) {
+            way.split_depth = (terms.depth + way.splits - 1) / way.splits;
+            way.split_depth = (way.split_depth + SPLIT_GRAIN - 1) / SPLIT_GRAIN * SPLIT_GRAIN;
+            way.splits = (terms.depth + way.split_depth - 1) / way.split_depth;
+        }
+        /* Where fewer blocks are on a multiprocessor than fit, half of what is left to them goes
+         * unused; less, where others were there before, as these do not all end at once. */
+        const int64_t each = (tiles * way.splits + multiprocessors - 1) / multiprocessors;
+        const int64_t rounds = each / Body::BLOCKS_TOGETHER, rest = each % Body::BLOCKS_TOGETHER;
+        const double idle = rest == 0 ? 0 : 0.5 * (double)(Body::BLOCKS_TOGETHER - rest);
+        way.cost = ((double)each + idle / (double)(rounds < 1 ? 1 : rounds)) * Body::TILE_ROWS *
+                   Body::TILE_COLUMNS * (double)way.split_depth / Size::SPEED;
+        if (way.splits > 1)
+            way.cost += ADD_COST + ITEM_COST * (double)(2 * way.splits + 1) * (double)terms.items /
+                                       multiprocessors;
+        if (best.splits == 0 || way.cost < best.cost) best = way;
+    }
+    return best;
 }
 
-template <class T>
-static Status multiply_few_rows(Terms<T> terms, int64_t matrices, int multiprocessors,
-                                Stream *stream)
+template <class T, class... Size>
+static Status multiply_tiles(TileSizes<Size...>, Terms<T> terms, int64_t matrices,
+                             int multiprocessors, Stream *stream)
 {
-    const unsigned row_groups = static_cast<unsigned>((terms.rows + FEW_ROWS - 1) / FEW_ROWS);
-    const int64_t room = 4ll * multiprocessors;
-    constexpr int WIDTH = MultiplyFewRowsAcross<T>::WIDTH;
-    set_alignment(&terms, WIDTH, WIDTH, 1);
-    if (terms.b_row != 1 || (terms.b_column == 1 && terms.columns > 1)) {
-        MultiplyFewRowsAcross<T> body = {};
-        const int64_t groups = (terms.columns + body.COLUMNS - 1) / body.COLUMNS;
-        if (groups * row_groups <= INT32_MAX)
-            split_depth(&terms, matrices * groups * row_groups, room, SPLIT_GRAIN);
-        body.row_groups = row_groups;
-        body.column_groups = static_cast<unsigned>(groups);
-        return launch_matrices(&body, terms, matrices, groups * row_groups, stream);
-    }
-    MultiplyFewRowsAlong<T> body = {};
+    const Way<T> ways[] = {plan_way<Size>(terms, matrices, multiprocessors)...};
+    const Way<T> *best = ways;
+    for (const Way<T> &way : ways)
+        if (way.cost < best->cost) best = &way;
+    terms.splits = best->splits;
+    terms.split_depth = best->split_depth;
+    return best->launch(terms, matrices, stream);
+}
+
+template <class T, int ROWS>
+static Status multiply_across(Terms<T> terms, int64_t matrices, int multiprocessors, Stream *stream)
+{
+    MultiplyFewRowsAcross<T, ROWS> body = {};
+    const int64_t row_groups = (terms.rows + ROWS - 1) / ROWS;
+    const int64_t groups = (terms.columns + body.COLUMNS - 1) / body.COLUMNS;
+    set_alignment(&terms, 1, body.WIDTH, 1);
+    if (groups <= INT32_MAX)
+        split_depth(&terms, matrices * groups * row_groups, 2ll * multiprocessors, 2 * body.STEP);
+    body.row_groups = static_cast<unsigned>(row_groups);
+    body.column_groups = static_cast<unsigned>(groups);
+    return launch_matrices(&body, terms, matrices, groups * row_groups, stream);
+}
+
+template <class T, int ROWS>
+static Status multiply_along(Terms<T> terms, int64_t matrices, int multiprocessors, Stream *stream)
+{
+    MultiplyFewRowsAlong<T, ROWS> body = {};
+    const int64_t row_groups = (terms.rows + ROWS - 1) / ROWS;
     int lanes = 8;
-    while (lanes < THREADS && lanes * WIDTH * 2 < terms.depth) lanes *= 2;
+    while (lanes < THREADS && lanes * body.WIDTH * 2 < terms.depth) lanes *= 2;
     const int64_t columns = (int64_t)(THREADS / lanes) * body.COLUMNS;
     const int64_t groups = (terms.columns + columns - 1) / columns;
-    split_depth(&terms, matrices * groups * row_groups, room, 4ll * THREADS * WIDTH);
-    body.row_groups = row_groups;
+    set_alignment(&terms, body.WIDTH, body.WIDTH, 1);
+    split_depth(&terms, matrices * groups * row_groups, 4ll * multiprocessors,
+                4ll * THREADS * body.WIDTH);
+    body.row_groups = static_cast<unsigned>(row_groups);
     body.column_groups = static_cast<unsigned>(groups);
     body.lanes = lanes;
     return launch_matrices(&body, terms, matrices, groups * row_groups, stream);
+}
+
+template <class T>
+static Status multiply_few_rows(const Terms<T> &terms, int64_t matrices, int multiprocessors,
+                                Stream *stream)
+{
+    if (terms.b_row == 1 && (terms.b_column != 1 || terms.columns == 1))
+        return terms.rows == 1 ? multiply_along<T, 1>(terms, matrices, multiprocessors, stream)
+                               : multiply_along<T, 4>(terms, matrices, multiprocessors, stream);
+    return terms.rows == 1   ? multiply_across<T, 1>(terms, matrices, multiprocessors, stream)
+           : terms.rows <= 4 ? multiply_across<T, 4>(terms, matrices, multiprocessors, stream)
+                             : multiply_across<T, 8>(terms, matrices, multiprocessors, stream);
 }
 
 /* Where a thread has little to do for each element, there is nothing to share. */
@@ -935,7 +1050,7 @@ static Status multiply(const Product &product, Stream *stream)
     }
     const int multiprocessors = multiprocessors_of(stream->device);
     if (terms.rows > MOST_FEW_ROWS && terms.columns > MOST_FEW_ROWS)
-        return multiply_tiles(terms, matrices, multiprocessors, stream);
+        return multiply_tiles(typename Tiles<T>::Sizes(), terms, matrices, multiprocessors, stream);
     if (terms.columns < terms.rows) transpose(&terms);
     return multiply_few_rows(terms, matrices, multiprocessors, stream);
 }

@@ -21,6 +21,7 @@
 enum { SUCCESS, NOT_INITIALIZED = 1, ALLOC_FAILED = 3, INVALID_VALUE = 7, FAILED = 13, NONE = 15 };
 enum { R_32F = 0, R_64F = 1, R_16F = 2, C_32F = 4, C_64F = 5, R_16BF = 14 };
 enum { COMPUTE_32F = 68, COMPUTE_64F = 70, COMPUTE_TF32 = 77 };
+#define INPUT_16F (1ull << 16)
 #define INPUT_TF32 (1ull << 18)
 #define WORKSPACE ((size_t)4096)
 
@@ -229,6 +230,8 @@ int cublasLtMatmulAlgoGetHeuristic(void *handle, const Description *d, const Lay
     if (fails("find")) return NONE;
     algorithm.tf32 = a->type == R_32F && (preference->implementations & INPUT_TF32) != 0;
     algorithm.split = (preference->reductions & ~2u) != 0;
+    /* The real one has algorithms for bfloat16 that say so, but the fast ones say 16F. */
+    if (a->type == R_16BF && !(preference->implementations & INPUT_16F)) return NONE;
     for (int i = 0; i < 4; i++) memcpy(algorithm.alignments + 4 * i, &preference->alignments[i], 4);
     memset(found, 0, sizeof *found);
     found->algorithm = algorithm;
