@@ -7,12 +7,15 @@
  * the sums that it takes part in. So each sum is taken in the order of the weights, and each pixel
  * that is read serves many sums.
  *
- *     SmallFilter      weights of up to 9 x 9, with every loop unrolled
- *     LargeFilter      all others: the rows of pixels go through shared memory band by band
- *     SeparableFilter  weights of rank one: sums down the columns, and of these along the rows
+ *     SmallFilter      weights of up to 9 x 9, with every loop unrolled, from the kernel's
+ * arguments at no cost; or, where they are on the device, from shared memory LargeFilter      all
+ * others: the rows of pixels go through shared memory band by band SeparableFilter  weights of rank
+ * one: sums down the columns, and of these along the rows
  *
- * Weights go by value in the kernel's arguments, which threads read at no cost, or lie in device
- * memory. */
+ * Tiles inside the image are loaded with as little arithmetic as possible: it was half of all
+ * instructions of a filter of 7 x 7. For the others, the border is resolved once for each row and
+ * column of the tile, so that nobody waits for one pixel after the other: the last tiles of an
+ * image are among them, and no other work is left that would hide it. */
 #include "correlate.cuh"
 
 #ifdef __CUDACC__
@@ -20,11 +23,9 @@
 /* Where a loop is there once for each dtype, its code should be short. */
 #ifdef __CUDA_ARCH__
 #define NO_UNROLL _Pragma("unroll 1")
-#define UNROLL_TWICE _Pragma("unroll 2")
 #define UNROLL_THRICE _Pragma("unroll 3")
 #else
 #define NO_UNROLL
-#define UNROLL_TWICE
 #define UNROLL_THRICE
 #endif
 
@@ -75,75 +76,152 @@ struct Tiles {
     }
 };
 
-/* A part of an image, which may reach beyond the borders. */
+/* A part of an image, which may reach beyond the borders. Its first column is that of a whole word,
+ * and goes to column -skip of what it is loaded into: what is left of column 0 is left out. */
+template <class Sum>
 struct Window {
     int64_t y, x;
-    int rows, columns; /* columns: a multiple of WORD */
+    int rows, skip;
+    Divider words; /* in a row */
+    bool inside;   /* the image */
+
+    HOST_DEVICE Window(const Images<Sum> &in, int64_t top, int64_t left, int height, int left_out,
+                       Divider row_words)
+        : y(top), x(left), rows(height), skip(left_out), words(row_words),
+          inside(y >= 0 && y + rows <= in.height && x >= 0 && x + columns() <= in.width)
+    {
+    }
+
+    HOST_DEVICE int columns() const { return (int)words.divisor * WORD<Sum>; }
 };
 
-/* Whether a window consists of whole words inside the image. */
-template <class Sum>
-HOST_DEVICE inline bool is_inside(const Images<Sum> &in, const Window &window)
-{
-    return window.y >= 0 && window.y + window.rows <= in.height && window.x >= 0 &&
-           window.x + window.columns <= in.width && window.x % WORD<Sum> == 0 && in.whole_words;
-}
+/* In shared memory, for windows that are not inside: where their rows are in the image, and behind
+ * them the columns; -1: beyond the border. */
+struct Positions {
+    static constexpr int MOST = 320;
+    int64_t items[MOST];
 
-/* Loads by whole words, several of them on their way at once. Returns whether all are finite. */
-template <class Pixel, class Sum>
-HOST_DEVICE inline bool load_words(const Images<Sum> &in, const char *image, const Window &window,
-                                   Divider words, Sum *target, int pitch, Thread thread)
+    template <class Sum>
+    HOST_DEVICE void find(const Images<Sum> &in, const Window<Sum> &window, Thread thread)
+    {
+        if (window.inside) return;
+        const int count = window.rows + window.columns();
+        NO_UNROLL
+        for (int at = (int)thread.thread; at < count; at += (int)thread.threads)
+            items[at] = at < window.rows
+                            ? position_of(window.y + at, in.height, in.border)
+                            : position_of(window.x + at - window.rows, in.width, in.border);
+    }
+};
+
+/* Rows of pixels in shared memory. SKEW: as many rows at a time are a word further on. */
+template <class Sum, int SKEW>
+struct Rows {
+    Sum *items;
+    int pitch;
+
+    HOST_DEVICE Sum *at(int row) const
+    {
+        return items + (row * pitch + (SKEW == 0 ? 0 : row / (SKEW + !SKEW) * WORD<Sum>));
+    }
+};
+
+/* Loads the words that are between the left and the right border, BATCH of them on their way at
+ * once. Returns 0, or NaN if one is not finite. */
+template <bool INSIDE, int BATCH, class Pixel, class Sum, int SKEW>
+HOST_DEVICE inline Sum load_words(const Images<Sum> &in, const char *image,
+                                  const Window<Sum> &window, const Positions &positions,
+                                  Rows<Sum, SKEW> target, Thread thread)
 {
-    constexpr int BATCH = 5;
     using Loaded = Pixels<Pixel, WORD<Sum>>;
-    const unsigned count = (unsigned)window.rows * words.divisor;
-    const char *origin = image + window.y * in.row_stride + window.x * (int64_t)sizeof(Pixel);
-    bool finite = true;
+    const unsigned count = (unsigned)window.rows * window.words.divisor;
+    const char *origin = image + window.x * (int64_t)sizeof(Pixel);
+    if (INSIDE) origin += window.y * in.row_stride;
+    Sum check = 0;
+    NO_UNROLL
     for (unsigned first = thread.thread; first < count; first += BATCH * thread.threads) {
-        Loaded batch[BATCH];
-        int places[BATCH];
+        Loaded batch[BATCH] = {};
+        int rows[BATCH], columns[BATCH];
+        bool there[BATCH], beyond[BATCH];
         UNROLL
         for (int b = 0; b < BATCH; b++) {
             const unsigned word = first + (unsigned)b * thread.threads;
-            const unsigned row = words.divide(word), column = word - row * words.divisor;
-            places[b] = word < count ? (int)(row * (unsigned)pitch + column * WORD<Sum>) : -1;
-            if (word < count)
-                batch[b] = reinterpret_cast<const Loaded *>(origin + row * in.row_stride)[column];
+            rows[b] = (int)window.words.divide(word);
+            const int column = (int)word - rows[b] * (int)window.words.divisor;
+            columns[b] = column * WORD<Sum>;
+            const int64_t x = window.x + columns[b];
+            there[b] = word < count && (INSIDE || (x >= 0 && x + WORD<Sum> <= in.width));
+            const int64_t y = INSIDE || !there[b] ? rows[b] : positions.items[rows[b]];
+            beyond[b] = y < 0;
+            if (there[b] && !beyond[b])
+                batch[b] = reinterpret_cast<const Loaded *>(origin + y * in.row_stride)[column];
+        }
+        UNROLL
+        for (int b = 0; b < BATCH; b++) {
+            if (!there[b]) continue;
+            Word<Sum> word;
+            UNROLL
+            for (int i = 0; i < WORD<Sum>; i++) {
+                word.items[i] = beyond[b] ? in.beyond : from_pixel<Sum>(batch[b].items[i]);
+                check = add_term(check, Sum(0), word.items[i]);
+            }
+            const int column = columns[b] - window.skip;
+            Sum *place = target.at(rows[b]) + column;
+            if (window.skip == 0) {
+                *reinterpret_cast<Word<Sum> *>(place) = word;
+            } else {
+                UNROLL
+                for (int i = 0; i < WORD<Sum>; i++)
+                    if (column + i >= 0) place[i] = word.items[i];
+            }
+        }
+    }
+    return check;
+}
+
+/* Loads the given columns of a window, all of them if it is inside, one pixel at a time from
+ * wherever the border has them. */
+template <bool INSIDE, int BATCH, class Pixel, class Sum, int SKEW>
+HOST_DEVICE inline Sum load_pixels(const Images<Sum> &in, const char *image,
+                                   const Window<Sum> &window, const Positions &positions,
+                                   unsigned first_column, unsigned columns, Rows<Sum, SKEW> target,
+                                   Thread thread)
+{
+    const unsigned count = (unsigned)window.rows * columns;
+    const bool all = INSIDE || columns == (unsigned)window.columns();
+    if (INSIDE) image += window.y * in.row_stride + window.x * (int64_t)sizeof(Pixel);
+    Sum check = 0;
+    NO_UNROLL
+    for (unsigned first = thread.thread; first < count; first += BATCH * thread.threads) {
+        Pixel batch[BATCH] = {};
+        int rows[BATCH], places[BATCH]; /* in a row; -1: there is nothing to load */
+        bool beyond[BATCH];
+        UNROLL
+        for (int b = 0; b < BATCH; b++) {
+            const unsigned at = first + (unsigned)b * thread.threads;
+            const unsigned row = all ? window.words.divide(at / WORD<Sum>) : at / columns;
+            rows[b] = (int)row;
+            const unsigned column = first_column + at - row * columns;
+            const int place = (int)column - window.skip;
+            places[b] = at < count && place >= 0 ? place : -1;
+            int64_t y = row, x = column;
+            if (!INSIDE && places[b] >= 0) {
+                y = positions.items[row];
+                x = positions.items[window.rows + (int)column];
+            }
+            beyond[b] = y < 0 || x < 0;
+            if (places[b] >= 0 && !beyond[b])
+                batch[b] = reinterpret_cast<const Pixel *>(image + y * in.row_stride)[x];
         }
         UNROLL
         for (int b = 0; b < BATCH; b++) {
             if (places[b] < 0) continue;
-            Word<Sum> word;
-            UNROLL
-            for (int i = 0; i < WORD<Sum>; i++) {
-                word.items[i] = from_pixel<Sum>(batch[b].items[i]);
-                finite = finite && is_finite(word.items[i]);
-            }
-            *reinterpret_cast<Word<Sum> *>(target + places[b]) = word;
+            const Sum value = beyond[b] ? in.beyond : from_pixel<Sum>(batch[b]);
+            check = add_term(check, Sum(0), value);
+            target.at(rows[b])[places[b]] = value;
         }
     }
-    return finite;
-}
-
-/* Loads one pixel at a time, from wherever the border has it. */
-template <class Pixel, class Sum>
-HOST_DEVICE inline bool load_pixels(const Images<Sum> &in, const char *image, const Window &window,
-                                    Sum *target, int pitch, Thread thread)
-{
-    const int lane = thread.thread % 32;
-    bool finite = true;
-    for (int row = thread.thread / 32; row < window.rows; row += thread.threads / 32) {
-        const int64_t y = position_of(window.y + row, in.height, in.border);
-        const Pixel *pixels = reinterpret_cast<const Pixel *>(image + y * in.row_stride);
-        NO_UNROLL
-        for (int column = lane; column < window.columns; column += 32) {
-            const int64_t x = y < 0 ? -1 : position_of(window.x + column, in.width, in.border);
-            const Sum value = x < 0 ? in.beyond : from_pixel<Sum>(pixels[x]);
-            finite = finite && is_finite(value);
-            target[row * pitch + column] = value;
-        }
-    }
-    return finite;
+    return check;
 }
 
 template <class Function>
@@ -205,20 +283,45 @@ constexpr bool HAS_WORDS<double, double> = true;
 
 /* Loads a window, and leaves the mark if there is a NaN or an infinity in it. The caller waits for
  * the other threads, before and after. */
-template <class Sum>
-HOST_DEVICE inline void load_window(const Images<Sum> &in, unsigned image, const Window &window,
-                                    Divider words, Sum *target, int pitch, Thread thread,
-                                    unsigned mark, unsigned *marked)
+template <int BATCH, class Sum, int SKEW>
+HOST_DEVICE inline void load_window(const Images<Sum> &in, unsigned image,
+                                    const Window<Sum> &window, const Positions &positions,
+                                    Rows<Sum, SKEW> target, Thread thread, unsigned mark,
+                                    unsigned *marked)
 {
     const char *data = in.data + image * in.image_stride;
+    const int columns = window.columns();
     with_pixel_of(Sum(), in.dtype, [&](auto zero) {
         using Pixel = decltype(zero);
-        bool finite;
-        if (HAS_WORDS<Pixel, Sum> && is_inside(in, window))
-            finite = load_words<Pixel>(in, data, window, words, target, pitch, thread);
-        else
-            finite = load_pixels<Pixel>(in, data, window, target, pitch, thread);
-        if (!finite) *marked = mark;
+        const bool words = HAS_WORDS<Pixel, Sum> && in.whole_words && window.x % WORD<Sum> == 0;
+        Sum check = 0;
+        if (window.inside && words) {
+            check = load_words<true, BATCH, Pixel>(in, data, window, positions, target, thread);
+        } else if (window.inside) {
+            check = load_pixels<true, BATCH, Pixel>(in, data, window, positions, 0,
+                                                    (unsigned)columns, target, thread);
+        } else {
+            /* Left and right of these, the pixels are loaded one by one. */
+            int64_t begin = columns, end = columns;
+            if (words) {
+                begin = window.x < 0 ? -window.x : 0;
+                if (begin > columns) begin = columns;
+                end = in.width - in.width % WORD<Sum> - window.x;
+                if (end > columns) end = columns;
+                if (end < begin) end = begin;
+                check =
+                    load_words<false, BATCH, Pixel>(in, data, window, positions, target, thread);
+            }
+            NO_UNROLL
+            for (int side = 0; side < 2; side++) {
+                const unsigned first = side == 0 ? 0 : (unsigned)end;
+                const unsigned count = side == 0 ? (unsigned)begin : (unsigned)(columns - end);
+                if (count != 0)
+                    check += load_pixels<false, BATCH, Pixel>(in, data, window, positions, first,
+                                                              count, target, thread);
+            }
+        }
+        if (check != 0) *marked = mark;
     });
 }
 
@@ -243,21 +346,30 @@ HOST_DEVICE inline void store_from_shared(const Results<Sum> &out, unsigned imag
     });
 }
 
-template <class Sum>
-HOST_DEVICE inline void store_word(const Results<Sum> &out, unsigned image, int64_t y, int64_t x,
-                                   const Sum *sums)
+/* Stores a patch whose rows are whole words, as far as it is inside the image. */
+template <class Sum, int ROWS, int COLUMNS>
+HOST_DEVICE inline void store_patch(const Results<Sum> &out, unsigned image, int64_t y, int64_t x,
+                                    const Sum (&sums)[ROWS][COLUMNS])
 {
-    if (y >= out.height || x >= out.width) return;
-    Word<Sum> word;
-    UNROLL
-    for (int i = 0; i < WORD<Sum>; i++) word.items[i] = sums[i];
+    const int rows = out.height - y < ROWS ? (int)(out.height - y) : ROWS;
+    const int columns = out.width - x < COLUMNS ? (int)(out.width - x) : COLUMNS;
     Sum *target = reinterpret_cast<Sum *>(out.data) + (image * out.height + y) * out.width + x;
+    UNROLL
+    for (int row = 0; row < ROWS; row++, target += out.width) {
+        UNROLL
+        for (int column = 0; column < COLUMNS; column += WORD<Sum>) {
+            if (row >= rows || column >= columns) continue;
+            Word<Sum> word;
+            UNROLL
+            for (int i = 0; i < WORD<Sum>; i++) word.items[i] = sums[row][column + i];
 #ifdef __CUDA_ARCH__
-    /* Not needed again soon, unlike the pixels that tiles share. */
-    __stcs(reinterpret_cast<uint4 *>(target), bits_as<uint4>(word));
+            /* Not needed again soon, unlike the pixels that tiles share. */
+            __stcs(reinterpret_cast<uint4 *>(target + column), bits_as<uint4>(word));
 #else
-    *reinterpret_cast<Word<Sum> *>(target) = word;
+            *reinterpret_cast<Word<Sum> *>(target + column) = word;
 #endif
+        }
+    }
 }
 
 template <class Sum>
@@ -266,22 +378,70 @@ HOST_DEVICE inline Word<Sum> word_at(const Sum *shared)
     return *reinterpret_cast<const Word<Sum> *>(shared);
 }
 
-/* Weights of SIZE x SIZE, which smaller ones are padded to. A thread computes a word of each of
- * ROWS rows; a warp is a line of words. */
+/* Weights in the kernel's arguments, SIZE x SIZE of them. */
 template <class Sum, int SIZE>
+struct WeightsByValue {
+    Sum items[SIZE * SIZE];
+
+    HOST_DEVICE const Sum *take(Sum *, Thread) const { return items; }
+};
+
+/* Weights in device memory, of any dtype and strides, with zeros around them. */
+template <class Sum>
+struct GivenWeights {
+    const char *data;
+    Dtype dtype;
+    int64_t rows, columns, row_stride, column_stride;
+    bool flipped;
+
+    HOST_DEVICE Sum at(int64_t row, int64_t column) const
+    {
+        if (row < 0 || row >= rows || column < 0 || column >= columns) return 0;
+        const int64_t i = flipped ? rows - 1 - row : row;
+        const int64_t j = flipped ? columns - 1 - column : column;
+        const char *place = data + i * row_stride + j * column_stride;
+        Sum weight = 0;
+        with_pixel_on_device(dtype, [&](auto pixel) {
+            pixel = *reinterpret_cast<const decltype(pixel) *>(place);
+            weight = without_tiny<Sum>(from_pixel<double>(pixel));
+        });
+        return weight;
+    }
+};
+
+/* They go through shared memory, from column -begin on. */
+template <class Sum, int SIZE>
+struct WeightsThere {
+    GivenWeights<Sum> given;
+    int64_t begin;
+
+    HOST_DEVICE const Sum *take(Sum *shared, Thread thread) const
+    {
+        for (unsigned at = thread.thread; at < SIZE * SIZE; at += thread.threads)
+            shared[at] = given.at(at / SIZE, at % SIZE - begin);
+        return shared;
+    }
+};
+
+/* Weights of SIZE x SIZE, which smaller ones are padded to. A thread computes a word of each of
+ * ROWS rows; a warp is a line of words, and a block may have fewer of them. */
+template <class Sum, int SIZE, class Weights>
 struct SmallFilter {
-    static constexpr int MAX_THREADS = 256;
-    static constexpr int ROWS = 4, WARPS = MAX_THREADS / 32;
-    static constexpr int TILE_ROWS = ROWS * WARPS, TILE_COLUMNS = 32 * WORD<Sum>;
+    static constexpr int MAX_THREADS = 256, MIN_THREADS = 64;
+    static constexpr int ROWS = 4;
+    static constexpr int MAX_TILE_ROWS = ROWS * MAX_THREADS / 32, TILE_COLUMNS = 32 * WORD<Sum>;
     /* Tiles begin at whole words of the image, and so the first of a thread's pixels is SHIFT
      * behind the first that it loads. */
     static constexpr int SHIFT = (WORD<Sum> - SIZE / 2 % WORD<Sum>) % WORD<Sum>;
     static constexpr int WORDS = (SHIFT + WORD<Sum> + SIZE - 1 + WORD<Sum> - 1) / WORD<Sum>;
-    static constexpr int ALL_ROWS = TILE_ROWS + SIZE - 1;
     static constexpr int PITCH = TILE_COLUMNS + (WORDS - 1) * WORD<Sum>;
+    /* All words that a thread loads, on their way at once. */
+    static constexpr int BATCH = (MAX_TILE_ROWS + SIZE - 1) * (PITCH / WORD<Sum>) / MAX_THREADS + 1;
 
     struct alignas(16) Shared {
-        Sum pixels[ALL_ROWS * PITCH];
+        Sum pixels[(MAX_TILE_ROWS + SIZE - 1) * PITCH];
+        Sum weights[SIZE * SIZE];
+        Positions positions;
         unsigned marked;
     };
 
@@ -290,32 +450,35 @@ struct SmallFilter {
     Tiles tiles;
     Divider words;
     int64_t top, left;
-    bool skips; /* there are zeros in the weights */
-    Sum weights[SIZE * SIZE];
+    bool skips; /* there may be zeros in the weights */
+    Weights weights;
 
     HOST_DEVICE void operator()(Thread thread, Shared *shared) const
     {
         unsigned tile_x, tile_y, image;
         tiles.place(thread.block, &tile_x, &tile_y, &image);
-        const int64_t y = (int64_t)tile_y * TILE_ROWS, x = (int64_t)tile_x * TILE_COLUMNS;
-        const Window window = {y - top, x - left - SHIFT, ALL_ROWS, PITCH};
+        const int tile_rows = ROWS * (int)(thread.threads / 32);
+        const int64_t y = (int64_t)tile_y * (unsigned)tile_rows;
+        const int64_t x = (int64_t)tile_x * TILE_COLUMNS;
+        const Window<Sum> window(in, y - top, x - left - SHIFT, tile_rows + SIZE - 1, 0, words);
         if (thread.thread == 0) shared->marked = 0;
+        shared->positions.find(in, window, thread);
+        const Sum *factors = weights.take(shared->weights, thread);
         thread.sync();
-        load_window(in, image, window, words, shared->pixels, PITCH, thread, 1, &shared->marked);
+        load_window<BATCH>(in, image, window, shared->positions,
+                           Rows<Sum, 0>{shared->pixels, PITCH}, thread, 1, &shared->marked);
         thread.sync();
 
         const int first_row = (int)thread.thread / 32 * ROWS, lane = thread.thread % 32;
         const Sum *pixels = shared->pixels + first_row * PITCH + lane * WORD<Sum>;
         Sum sums[ROWS][WORD<Sum>] = {};
         if (skips && shared->marked != 0)
-            add_with_care(pixels, sums);
+            add_with_care(pixels, factors, sums);
         else
-            add(pixels, sums);
+            add(pixels, factors, sums);
 
         if (out.whole_words) {
-            UNROLL
-            for (int row = 0; row < ROWS; row++)
-                store_word(out, image, y + first_row + row, x + lane * WORD<Sum>, sums[row]);
+            store_patch(out, image, y + first_row, x + lane * WORD<Sum>, sums);
             return;
         }
         thread.sync();
@@ -324,10 +487,10 @@ struct SmallFilter {
         for (int i = 0; i < WORD<Sum>; i++)
             shared->pixels[(first_row + row) * PITCH + lane * WORD<Sum> + i] = sums[row][i];
         thread.sync();
-        store_from_shared(out, image, y, x, TILE_ROWS, TILE_COLUMNS, shared->pixels, PITCH, thread);
+        store_from_shared(out, image, y, x, tile_rows, TILE_COLUMNS, shared->pixels, PITCH, thread);
     }
 
-    HOST_DEVICE void add(const Sum *pixels, Sum (&sums)[ROWS][WORD<Sum>]) const
+    HOST_DEVICE static void add(const Sum *pixels, const Sum *weights, Sum (&sums)[ROWS][WORD<Sum>])
     {
         UNROLL
         for (int line = 0; line < ROWS + SIZE - 1; line++) {
@@ -351,7 +514,8 @@ struct SmallFilter {
     }
 
     /* A NaN or an infinity below a zero of the weights does not count. */
-    HOST_DEVICE void add_with_care(const Sum *pixels, Sum (&sums)[ROWS][WORD<Sum>]) const
+    HOST_DEVICE static void add_with_care(const Sum *pixels, const Sum *weights,
+                                          Sum (&sums)[ROWS][WORD<Sum>])
     {
         UNROLL
         for (int o = 0; o < ROWS; o++) {
@@ -366,132 +530,218 @@ struct SmallFilter {
     }
 };
 
-/* Weights of any size, as rows of whole words, with zeros to the left and right of the given ones.
- * A thread computes ROWS rows of GROUPS words each, which are 32 words apart. All warps meet the
- * same row of the weights at a time, so that one load from the kernel's arguments serves a whole
- * warp. */
-template <class Sum, class Weights>
+/* Weights of any size. A thread computes ROWS rows of COLUMNS pixels; a warp is ACROSS such patches
+ * wide and DOWN high. Rows of pixels go through shared memory band by band, and with them the rows
+ * of the weights that they meet. */
+template <class Sum, class Weights, int ROWS, int COLUMNS>
 struct LargeFilter {
-    static constexpr int MAX_THREADS = 128;
-    static constexpr int ROWS = 8, WARPS = MAX_THREADS / 32, GROUPS = 2;
-    static constexpr int GROUP_COLUMNS = 32 * WORD<Sum>;
-    static constexpr int TILE_ROWS = ROWS * WARPS, TILE_COLUMNS = GROUPS * GROUP_COLUMNS;
-    static constexpr int CAPACITY = (46 << 10) / sizeof(Sum), MOST_BAND_ROWS = 16;
+    /* More than a block has: the compiler is to use no more registers than four blocks find on a
+     * multiprocessor. */
+    static constexpr int THREADS = 128, MAX_THREADS = 4 * THREADS;
+    static constexpr int WARPS = THREADS / 32, ACROSS = 8, DOWN = 4;
+    static constexpr int TILE_ROWS = WARPS * DOWN * ROWS, TILE_COLUMNS = ACROSS * COLUMNS;
+    static constexpr int OTHER_ROWS = TILE_ROWS - ROWS;
+    static constexpr int BANKS = 128 / sizeof(Sum), ABREAST = BANKS / COLUMNS, BELOW = 8 / ABREAST;
+    static_assert(ACROSS == 8 && BELOW <= DOWN, "a warp has all patches");
+    static constexpr int CAPACITY = (45 << 10) / sizeof(Sum);
+    /* Rows of pixels take this much more than their pitch. */
+    static constexpr int SKEW = (WORD<Sum> + ROWS - 1) / ROWS;
+    /* Columns of the weights for a band of one row. */
+    static constexpr int FIT =
+        (CAPACITY - (OTHER_ROWS + 1) * (TILE_COLUMNS + 2 * WORD<Sum> + BANKS / ROWS + SKEW)) /
+        (OTHER_ROWS + 1 + ROWS) / WORD<Sum> * WORD<Sum>;
+    static constexpr int MOST_COLUMNS = FIT < 128 ? FIT : 128;
 
     struct alignas(16) Shared {
-        Sum pixels[CAPACITY];
+        Sum items[CAPACITY]; /* weights, and behind them pixels */
+        Positions positions;
         unsigned marked;
     };
+    using Sums = Sum[ROWS][COLUMNS];
 
     Images<Sum> in;
     Results<Sum> out;
     Tiles tiles;
     int64_t top, left;
-    int rows, columns; /* of the weights */
-    int band_rows;     /* of the weights, whose pixels are in shared memory at a time, and */
-    int chunk_columns; /* as many columns */
+    int rows, columns;         /* of the weights */
+    int band_rows;             /* of a thread's pixels, that are in shared memory at a time, and */
+    int chunk_columns;         /* as many columns of the weights */
     Divider words, last_words; /* of a row of pixels for a chunk, and for the last one */
     Weights weights;
+
+    /* What is in shared memory. */
+    struct Part {
+        int band, height; /* rows of a thread's pixels */
+        int chunk, width; /* columns of the weights */
+        int pitch;        /* of the pixels */
+
+        /* The weights are there in groups of a word of columns each, row by row: those that the
+         * rows of a thread meet are behind one another. Row band - ROWS + 1 comes first. There may
+         * be zeros above and below, and on the right. */
+        HOST_DEVICE int factor_rows() const { return height + ROWS - 1; }
+        HOST_DEVICE int factor_columns() const
+        {
+            return (width + WORD<Sum> - 1) / WORD<Sum> * WORD<Sum>;
+        }
+    };
 
     HOST_DEVICE void operator()(Thread thread, Shared *shared) const
     {
         unsigned tile_x, tile_y, image;
         tiles.place(thread.block, &tile_x, &tile_y, &image);
         const int64_t y = (int64_t)tile_y * TILE_ROWS, x = (int64_t)tile_x * TILE_COLUMNS;
-        const int first_row = (int)thread.thread / 32 * ROWS, lane = thread.thread % 32;
+        int first_row, first_column;
+        place_patch(thread, &first_row, &first_column);
         if (thread.thread == 0) shared->marked = 0;
 
-        Sum sums[ROWS][GROUPS][WORD<Sum>] = {};
+        Sums sums = {};
         unsigned mark = 0;
         /* Row o of a thread meets row - o of the weights in this row of its pixels. */
         const int all_rows = rows + ROWS - 1;
+        const int skip = (int)(-left & (WORD<Sum> - 1));
         for (int band = 0; band < all_rows; band += band_rows) {
             const int height = all_rows - band < band_rows ? all_rows - band : band_rows;
             for (int chunk = 0; chunk < columns; chunk += chunk_columns) {
                 const bool last = columns - chunk <= chunk_columns;
-                const int width = last ? columns - chunk : chunk_columns;
-                const Window window = {y - top + band, x - left + chunk, height + TILE_ROWS - ROWS,
-                                       TILE_COLUMNS + width};
+                const Divider row_words = last ? last_words : words;
+                const Part part = {band, height, chunk, last ? columns - chunk : chunk_columns,
+                                   pitch_of((int)row_words.divisor)};
+                const Window<Sum> window(in, y - top + band, x - left + chunk - skip,
+                                         height + OTHER_ROWS, skip, row_words);
+                Sum *factors = shared->items;
+                const Rows<Sum, ROWS> target = {
+                    factors + part.factor_rows() * part.factor_columns(), part.pitch};
                 mark++;
+                shared->positions.find(in, window, thread);
                 thread.sync();
-                load_window(in, image, window, last ? last_words : words, shared->pixels,
-                            window.columns, thread, mark, &shared->marked);
+                place_weights(part, factors, thread);
+                load_window<3>(in, image, window, shared->positions, target, thread, mark,
+                               &shared->marked);
                 thread.sync();
-                const Sum *pixels = shared->pixels + first_row * window.columns + lane * WORD<Sum>;
+                const Sum *pixels = target.at(first_row) + first_column;
                 if (shared->marked == mark)
-                    add_with_care(pixels, window.columns, band, height, chunk, width, sums);
+                    add_with_care(part, pixels, factors, sums);
                 else
-                    add(pixels, window.columns, band, height, chunk, width, sums);
+                    add(part, pixels, factors, sums);
             }
         }
         store(thread, shared, image, y, x, sums);
     }
 
-    HOST_DEVICE void add(const Sum *pixels, int pitch, int band, int height, int chunk, int width,
-                         Sum (&sums)[ROWS][GROUPS][WORD<Sum>]) const
+    /* The words that eight threads read at a time are in all banks: ABREAST patches are beside one
+     * another, and those below them a word further on. */
+    HOST_DEVICE static void place_patch(Thread thread, int *row, int *column)
     {
-        NO_UNROLL
-        for (int row = band; row < band + height; row++, pixels += pitch) {
-            if (row >= ROWS - 1 && row < rows)
-                add_row<true>(pixels, row, chunk, width, sums);
-            else
-                add_row<false>(pixels, row, chunk, width, sums);
+        const int warp = (int)thread.thread / 32, eight = (int)thread.thread % 32 / 8;
+        const int across = eight % BELOW * ABREAST + (int)thread.thread % ABREAST;
+        const int down = eight / BELOW * BELOW + (int)thread.thread % 8 / ABREAST;
+        *row = (warp * DOWN + down) * ROWS;
+        *column = across * COLUMNS;
+    }
+
+    /* Of rows of so many words: ROWS rows are a multiple of all banks. */
+    HOST_DEVICE static int pitch_of(int words)
+    {
+        constexpr int GRAIN = BANKS / ROWS;
+        return (words * WORD<Sum> + GRAIN - 1) / GRAIN * GRAIN;
+    }
+
+    HOST_DEVICE void place_weights(const Part &part, Sum *factors, Thread thread) const
+    {
+        const int rows_there = part.factor_rows(), count = rows_there * part.factor_columns();
+        for (int at = (int)thread.thread; at < count; at += (int)thread.threads) {
+            const int word = at / WORD<Sum>, group = word / rows_there;
+            const int row = part.band - (ROWS - 1) + word - group * rows_there;
+            const int column = group * WORD<Sum> + at % WORD<Sum>;
+            const bool there = row >= 0 && row < rows && column < part.width;
+            factors[at] = there ? weights.items[row * (int64_t)columns + part.chunk + column] : 0;
         }
     }
 
-    /* ALL: every row of the thread meets one of the weights. */
-    template <bool ALL>
-    HOST_DEVICE void add_row(const Sum *pixels, int row, int chunk, int width,
-                             Sum (&sums)[ROWS][GROUPS][WORD<Sum>]) const
+    HOST_DEVICE void add(const Part &part, const Sum *pixels, const Sum *factors, Sums &sums) const
     {
-        Sum window[GROUPS][2 * WORD<Sum>];
-        UNROLL
-        for (int group = 0; group < GROUPS; group++)
-            take_word(pixels + group * GROUP_COLUMNS, window[group]);
-        UNROLL_TWICE
-        for (int j = 0; j < width; j += WORD<Sum>) {
+        const int step = part.factor_rows() * WORD<Sum>;
+        NO_UNROLL
+        for (int row = part.band; row < part.band + part.height; row++) {
+            /* Two words more than the rows of the thread have: the loop moves on by as many. */
+            Sum window[COLUMNS + 2 * WORD<Sum>];
             UNROLL
-            for (int group = 0; group < GROUPS; group++)
-                take_word(pixels + group * GROUP_COLUMNS + j + WORD<Sum>,
-                          window[group] + WORD<Sum>);
+            for (int i = 0; i < COLUMNS; i += WORD<Sum>) take_word(pixels + i, window + i);
+            const Sum *next = pixels + COLUMNS, *group = factors;
+            /* Which rows of the thread meet a row of the weights. */
+            unsigned met = 0;
             UNROLL
-            for (int o = 0; o < ROWS; o++) {
-                if (!ALL && (row - o < 0 || row - o >= rows)) continue;
-                Sum factors[WORD<Sum>];
-                weights.take(row - o, columns, chunk + j, factors);
+            for (int o = 0; o < ROWS; o++) met |= (row - o >= 0 && row - o < rows ? 1U : 0U) << o;
+            int left = part.width;
+            NO_UNROLL
+            for (; left >= 2 * WORD<Sum>; left -= 2 * WORD<Sum>) {
+                add_columns<WORD<Sum>>(met, next, group, window, sums);
+                add_columns<WORD<Sum>>(met, next + WORD<Sum>, group + step, window + WORD<Sum>,
+                                       sums);
                 UNROLL
-                for (int k = 0; k < WORD<Sum>; k++) UNROLL
-                for (int group = 0; group < GROUPS; group++) UNROLL
-                for (int i = 0; i < WORD<Sum>; i++)
-                    sums[o][group][i] =
-                        add_term(sums[o][group][i], factors[k], window[group][i + k]);
+                for (int i = 0; i < COLUMNS; i++) window[i] = window[i + 2 * WORD<Sum>];
+                next += 2 * WORD<Sum>;
+                group += 2 * step;
             }
+            if (left >= WORD<Sum>) {
+                add_columns<WORD<Sum>>(met, next, group, window, sums);
+                UNROLL
+                for (int i = 0; i < COLUMNS; i++) window[i] = window[i + WORD<Sum>];
+                next += WORD<Sum>;
+                group += step;
+                left -= WORD<Sum>;
+            }
+            if (left == 1) add_columns<1>(met, next, group, window, sums);
+            if (left == 2) add_columns<2>(met, next, group, window, sums);
+            if (left == 3) add_columns<3>(met, next, group, window, sums);
+            pixels += part.pitch;
+            if ((row - part.band) % ROWS == ROWS - 1) pixels += WORD<Sum>;
+            factors += WORD<Sum>;
+        }
+    }
+
+    /* The terms of COUNT columns of the weights, for the rows that meet one; the pixels of the
+     * first one are in the window. */
+    template <int COUNT>
+    HOST_DEVICE static void add_columns(unsigned met, const Sum *next, const Sum *group,
+                                        Sum *window, Sums &sums)
+    {
+        if (COUNT > 1) take_word(next, window + COLUMNS);
+        Sum factors[ROWS][WORD<Sum>];
+        UNROLL
+        for (int o = 0; o < ROWS; o++) take_word(group + (ROWS - 1 - o) * WORD<Sum>, factors[o]);
+        UNROLL
+        for (int o = 0; o < ROWS; o++) {
+            if ((met >> o & 1) == 0) continue;
             UNROLL
-            for (int group = 0; group < GROUPS; group++) UNROLL
-            for (int i = 0; i < WORD<Sum>; i++) window[group][i] = window[group][WORD<Sum> + i];
+            for (int k = 0; k < COUNT; k++) UNROLL
+            for (int i = 0; i < COLUMNS; i++)
+                sums[o][i] = add_term(sums[o][i], factors[o][k], window[i + k]);
         }
     }
 
     /* A NaN or an infinity below a zero of the weights does not count. */
-    HOST_DEVICE void add_with_care(const Sum *pixels, int pitch, int band, int height, int chunk,
-                                   int width, Sum (&sums)[ROWS][GROUPS][WORD<Sum>]) const
+    HOST_DEVICE void add_with_care(const Part &part, const Sum *pixels, const Sum *factors,
+                                   Sums &sums) const
     {
+        const int step = part.factor_rows() * WORD<Sum>;
         NO_UNROLL
-        for (int row = band; row < band + height; row++, pixels += pitch) {
+        for (int row = part.band; row < part.band + part.height; row++) {
             NO_UNROLL
-            for (int j = 0; j < width; j++) {
+            for (int j = 0; j < part.width; j++) {
+                const Sum *group = factors + j / WORD<Sum> * step + j % WORD<Sum>;
                 UNROLL
                 for (int o = 0; o < ROWS; o++) {
-                    if (row - o < 0 || row - o >= rows) continue;
-                    const Sum weight = weights.one(row - o, columns, chunk + j);
+                    const Sum weight = group[(ROWS - 1 - o) * WORD<Sum>];
                     if (weight == 0) continue;
                     UNROLL
-                    for (int group = 0; group < GROUPS; group++) UNROLL
-                    for (int i = 0; i < WORD<Sum>; i++)
-                        sums[o][group][i] = add_term(sums[o][group][i], weight,
-                                                     pixels[group * GROUP_COLUMNS + j + i]);
+                    for (int i = 0; i < COLUMNS; i++)
+                        sums[o][i] = add_term(sums[o][i], weight, pixels[j + i]);
                 }
             }
+            pixels += part.pitch;
+            if ((row - part.band) % ROWS == ROWS - 1) pixels += WORD<Sum>;
+            factors += WORD<Sum>;
         }
     }
 
@@ -503,78 +753,48 @@ struct LargeFilter {
     }
 
     HOST_DEVICE void store(Thread thread, Shared *shared, unsigned image, int64_t y, int64_t x,
-                           const Sum (&sums)[ROWS][GROUPS][WORD<Sum>]) const
+                           const Sums &sums) const
     {
-        const int first_row = (int)thread.thread / 32 * ROWS;
-        const int first_column = (int)(thread.thread % 32) * WORD<Sum>;
-        if (!out.whole_words) thread.sync();
-        UNROLL
-        for (int o = 0; o < ROWS; o++) {
-            UNROLL
-            for (int group = 0; group < GROUPS; group++) {
-                const int column = first_column + group * GROUP_COLUMNS;
-                if (out.whole_words) {
-                    store_word(out, image, y + first_row + o, x + column, sums[o][group]);
-                } else {
-                    UNROLL
-                    for (int i = 0; i < WORD<Sum>; i++)
-                        shared->pixels[(first_row + o) * TILE_COLUMNS + column + i] =
-                            sums[o][group][i];
-                }
-            }
+        int first_row, first_column;
+        place_patch(thread, &first_row, &first_column);
+        if (out.whole_words) {
+            store_patch(out, image, y + first_row, x + first_column, sums);
+            return;
         }
-        if (out.whole_words) return;
         thread.sync();
-        store_from_shared(out, image, y, x, TILE_ROWS, TILE_COLUMNS, shared->pixels, TILE_COLUMNS,
+        UNROLL
+        for (int o = 0; o < ROWS; o++) UNROLL
+        for (int i = 0; i < COLUMNS; i++)
+            shared->items[(first_row + o) * TILE_COLUMNS + first_column + i] = sums[o][i];
+        thread.sync();
+        store_from_shared(out, image, y, x, TILE_ROWS, TILE_COLUMNS, shared->items, TILE_COLUMNS,
                           thread);
     }
 };
 
-/* Weights in the kernel's arguments: 31 x 31 of them, with their zeros. */
+/* Weights in the kernel's arguments, 31 x 31 of them, or in device memory. */
 constexpr int MOST_BY_VALUE = 1024;
-struct WeightsByValue {
-    Word<float> words[MOST_BY_VALUE / WORD<float>];
-
-    HOST_DEVICE void take(int row, int columns, int column, float *target) const
-    {
-        const Word<float> &word = words[(unsigned)(row * columns + column) / WORD<float>];
-        UNROLL
-        for (int i = 0; i < WORD<float>; i++) target[i] = word.items[i];
-    }
-    HOST_DEVICE float one(int row, int columns, int column) const
-    {
-        const unsigned at = (unsigned)(row * columns + column);
-        return words[at / WORD<float>].items[at % WORD<float>];
-    }
+struct ManyByValue {
+    float items[MOST_BY_VALUE];
 };
-
-/* Weights in device memory. */
 template <class Sum>
-struct WeightsInMemory {
+struct ManyInMemory {
     const Sum *items;
-
-    HOST_DEVICE void take(int row, int columns, int column, Sum *target) const
-    {
-        const Word<Sum> word = word_at(items + ((int64_t)row * columns + column));
-        UNROLL
-        for (int i = 0; i < WORD<Sum>; i++) target[i] = word.items[i];
-    }
-    HOST_DEVICE Sum one(int row, int columns, int column) const
-    {
-        return items[(int64_t)row * columns + column];
-    }
 };
 
 /* The sum over i of down[i] times row y + i, for a patch of columns, takes the place of row y in
  * shared memory once all threads have taken theirs; of these, the sums along the rows are taken. */
 struct SeparableFilter {
-    static constexpr int MAX_THREADS = 256;
-    static constexpr int WARPS = MAX_THREADS / 32, ROWS = 8;
+    /* Registers for three blocks, as in LargeFilter. */
+    static constexpr int THREADS = 256, MAX_THREADS = 3 * THREADS;
+    static constexpr int WARPS = THREADS / 32, ROWS = 8;
     static constexpr int TILE_COLUMNS = 64, GROUPS = 2, GROUP_COLUMNS = 32, RUN = 8;
-    static constexpr int CAPACITY = 11776;
+    static constexpr int CAPACITY = 11392;
 
     struct alignas(16) Shared {
         float pixels[CAPACITY];
+        Factors factors;
+        Positions positions;
         unsigned marked;
     };
 
@@ -594,16 +814,34 @@ struct SeparableFilter {
         tiles.place(thread.block, &tile_x, &tile_y, &image);
         const int64_t y = (int64_t)tile_y * (unsigned)tile_rows;
         const int64_t x = (int64_t)tile_x * TILE_COLUMNS;
-        const Window window = {y - top, x - left, tile_rows + rows - 1, TILE_COLUMNS + columns};
-        load_window(in, image, window, words, shared->pixels, pitch, thread, 1, &shared->marked);
+        const Window<float> window(in, y - top, x - left, tile_rows + rows - 1, 0, words);
+        if (thread.thread == 0) shared->marked = 0;
+        for (int i = (int)thread.thread; i < MOST_ALONG_AXIS; i += (int)thread.threads) {
+            shared->factors.down[i] = factors.down[i];
+            shared->factors.along[i] = factors.along[i];
+        }
+        shared->positions.find(in, window, thread);
         thread.sync();
+        load_window<9>(in, image, window, shared->positions, Rows<float, 0>{shared->pixels, pitch},
+                       thread, 1, &shared->marked);
+        thread.sync();
+        if (shared->marked != 0)
+            filter<true>(thread, shared, image, y, x);
+        else
+            filter<false>(thread, shared, image, y, x);
+    }
 
+    /* CARE: a NaN or an infinity below a zero of the weights does not count. */
+    template <bool CARE>
+    HOST_DEVICE void filter(Thread thread, Shared *shared, unsigned image, int64_t y,
+                            int64_t x) const
+    {
         const unsigned patch = words.divide(thread.thread);
         const unsigned word = thread.thread - patch * words.divisor;
         const bool has_patch = (int)patch * ROWS < tile_rows;
         float down[ROWS][4] = {};
         float *column = shared->pixels + patch * (unsigned)(ROWS * pitch) + word * 4;
-        if (has_patch) add_down(column, down);
+        if (has_patch) add_down<CARE>(shared->factors.down, column, down);
         thread.sync();
         if (has_patch) {
             UNROLL
@@ -615,53 +853,66 @@ struct SeparableFilter {
         const int lane = thread.thread % 32;
         const int row = (int)thread.thread / 32 * ROWS + lane / 4;
         const int first_column = lane % 4 * RUN;
-        float along[GROUPS][RUN] = {};
+        float along[GROUPS][1][RUN] = {};
         float *line = shared->pixels + row * pitch + first_column;
-        if (row < tile_rows) add_along(line, along);
-        if (!out.whole_words) thread.sync();
+        if (row < tile_rows) add_along<CARE>(shared->factors.along, line, along);
+        if (out.whole_words) {
+            UNROLL
+            for (int group = 0; group < GROUPS; group++)
+                if (row < tile_rows)
+                    store_patch(out, image, y + row, x + first_column + group * GROUP_COLUMNS,
+                                along[group]);
+            return;
+        }
+        thread.sync();
         if (row < tile_rows) {
             UNROLL
-            for (int group = 0; group < GROUPS; group++) {
-                UNROLL
-                for (int part = 0; part < RUN; part += 4) {
-                    const int column = group * GROUP_COLUMNS + part;
-                    if (out.whole_words)
-                        store_word(out, image, y + row, x + first_column + column,
-                                   along[group] + part);
-                    else
-                        put_word(line + column, along[group] + part);
-                }
-            }
+            for (int group = 0; group < GROUPS; group++) UNROLL
+            for (int part = 0; part < RUN; part += 4)
+                put_word(line + group * GROUP_COLUMNS + part, along[group][0] + part);
         }
-        if (out.whole_words) return;
         thread.sync();
         store_from_shared(out, image, y, x, tile_rows, TILE_COLUMNS, shared->pixels, pitch, thread);
     }
 
     /* The pixels of ROWS rows are in registers, in a ring that the loop turns by one for each
      * weight. */
-    HOST_DEVICE void add_down(const float *column, float (&sums)[ROWS][4]) const
+    template <bool CARE>
+    HOST_DEVICE void add_down(const float *weights, const float *column,
+                              float (&sums)[ROWS][4]) const
     {
         Word<float> ring[ROWS];
         UNROLL
         for (int i = 0; i < ROWS - 1; i++) ring[i] = word_at(column + i * pitch);
         const float *next = column + (ROWS - 1) * pitch;
-        for (int start = 0; start < rows; start += ROWS) {
+        int start = 0;
+        for (; start + ROWS <= rows; start += ROWS)
+            turn<CARE, true>(weights + start, ROWS, next, ring, sums);
+        if (start < rows) turn<CARE, false>(weights + start, rows - start, next, ring, sums);
+    }
+
+    template <bool CARE, bool ALL>
+    HOST_DEVICE void turn(const float *weights, int count, const float *&next,
+                          Word<float> (&ring)[ROWS], float (&sums)[ROWS][4]) const
+    {
+        float factors[ROWS];
+        UNROLL
+        for (int i = 0; i < ROWS; i += 4) take_word(weights + i, factors + i);
+        UNROLL
+        for (int t = 0; t < ROWS; t++, next += pitch) {
+            if (!ALL && t >= count) break;
+            ring[(t + ROWS - 1) % ROWS] = word_at(next);
+            if (CARE && factors[t] == 0) continue;
             UNROLL
-            for (int turn = 0; turn < ROWS; turn++, next += pitch) {
-                if (start + turn >= rows) break;
-                ring[(turn + ROWS - 1) % ROWS] = word_at(next);
-                const float weight = factors.down[start + turn];
-                if (weight == 0) continue;
-                UNROLL
-                for (int o = 0; o < ROWS; o++) UNROLL
-                for (int i = 0; i < 4; i++)
-                    sums[o][i] = add_term(sums[o][i], weight, ring[(turn + o) % ROWS].items[i]);
-            }
+            for (int o = 0; o < ROWS; o++) UNROLL
+            for (int i = 0; i < 4; i++)
+                sums[o][i] = add_term(sums[o][i], factors[t], ring[(t + o) % ROWS].items[i]);
         }
     }
 
-    HOST_DEVICE void add_along(const float *line, float (&sums)[GROUPS][RUN]) const
+    template <bool CARE>
+    HOST_DEVICE void add_along(const float *weights, const float *line,
+                               float (&sums)[GROUPS][1][RUN]) const
     {
         float window[GROUPS][RUN + 4];
         UNROLL
@@ -671,17 +922,19 @@ struct SeparableFilter {
         }
         UNROLL_THRICE
         for (int j = 0; j < columns; j += 4) {
+            float factors[4];
+            take_word(weights + j, factors);
             UNROLL
             for (int group = 0; group < GROUPS; group++)
                 take_word(line + group * GROUP_COLUMNS + j + 8, window[group] + 8);
             UNROLL
             for (int k = 0; k < 4; k++) {
-                const float weight = factors.along[j + k];
-                if (weight == 0) continue;
+                if (CARE && factors[k] == 0) continue;
                 UNROLL
                 for (int group = 0; group < GROUPS; group++) UNROLL
                 for (int i = 0; i < RUN; i++)
-                    sums[group][i] = add_term(sums[group][i], weight, window[group][i + k]);
+                    sums[group][0][i] =
+                        add_term(sums[group][0][i], factors[k], window[group][i + k]);
             }
             UNROLL
             for (int group = 0; group < GROUPS; group++) UNROLL
@@ -721,36 +974,19 @@ struct PlaceWeights {
     }
 };
 
-/* Weights that are on the device, of any dtype and strides, with zeros beside them. */
 template <class Sum>
 struct ReadWeights {
     static constexpr int MAX_THREADS = 256;
 
     Sum *target;
-    const char *data;
-    Dtype dtype;
-    int64_t rows, columns, row_stride, column_stride;
-    int64_t target_columns, begin; /* begin: the column of the target with the first weight */
-    bool flipped;
+    GivenWeights<Sum> given;
 
     HOST_DEVICE void operator()(Thread thread) const
     {
         const int64_t step = thread.blocks * (int64_t)thread.threads;
         int64_t at = thread.block * (int64_t)thread.threads + thread.thread;
-        for (; at < rows * target_columns; at += step) {
-            const int64_t row = at / target_columns, column = at % target_columns - begin;
-            Sum weight = 0;
-            if (column >= 0 && column < columns) {
-                const int64_t i = flipped ? rows - 1 - row : row;
-                const int64_t j = flipped ? columns - 1 - column : column;
-                const char *place = data + i * row_stride + j * column_stride;
-                with_pixel_on_device(dtype, [&](auto pixel) {
-                    pixel = *reinterpret_cast<const decltype(pixel) *>(place);
-                    weight = without_tiny<Sum>(from_pixel<double>(pixel));
-                });
-            }
-            target[at] = weight;
-        }
+        for (; at < given.rows * given.columns; at += step)
+            target[at] = given.at(at / given.columns, at % given.columns);
     }
 };
 
@@ -845,104 +1081,133 @@ static Status launch_tiles(Body &body, const Filter &filter, int tile_rows, int 
     return STATUS_OK;
 }
 
-template <class Sum, int SIZE>
-static Status launch_small(const Filter &filter, const View &input, const View &output,
-                           const double *weights, const Stream *stream)
+/* Smaller tiles, where larger ones would be fewer than two for each multiprocessor of a large GPU:
+ * an H200 has 132. */
+constexpr int64_t FEW_TILES = 264;
+
+static int64_t count_tiles(const Filter &filter, int tile_rows, int tile_columns)
 {
-    using Body = SmallFilter<Sum, SIZE>;
-    Body body = {};
+    const int64_t across = (filter.width + tile_columns - 1) / tile_columns;
+    const int64_t down = (filter.height + tile_rows - 1) / tile_rows;
+    return across > FEW_TILES || down > FEW_TILES || filter.images > FEW_TILES
+               ? FEW_TILES
+               : across * down * filter.images;
+}
+
+template <class Sum>
+static GivenWeights<Sum> given_weights(const Filter &filter, const View &weights)
+{
+    GivenWeights<Sum> given = {};
+    given.data = static_cast<char *>(weights.data);
+    given.dtype = weights.dtype;
+    given.rows = filter.rows;
+    given.columns = filter.columns;
+    if (weights.ndim > 1) given.row_stride = weights.strides[weights.ndim - 2];
+    given.column_stride = weights.strides[weights.ndim - 1];
+    given.flipped = filter.flipped;
+    return given;
+}
+
+template <class Sum, int SIZE, class Weights>
+static Status launch_padded(const Filter &filter, const View &input, const View &output,
+                            int64_t begin, SmallFilter<Sum, SIZE, Weights> &body,
+                            const Stream *stream)
+{
+    using Body = SmallFilter<Sum, SIZE, Weights>;
     body.in = images_of<Sum>(filter, input);
     body.out = results_of<Sum>(filter, output);
     body.words = divider_of(Body::PITCH / WORD<Sum>);
     body.top = filter.top;
+    body.left = filter.left + begin;
+    int threads = Body::MAX_THREADS, rows = Body::MAX_TILE_ROWS;
+    while (threads > Body::MIN_THREADS &&
+           count_tiles(filter, rows, Body::TILE_COLUMNS) < FEW_TILES) {
+        threads /= 2;
+        rows /= 2;
+    }
+    return launch_tiles(body, filter, rows, Body::TILE_COLUMNS, threads, stream);
+}
+
+/* weights is NULL where the given ones are on the device. */
+template <class Sum, int SIZE>
+static Status launch_small(const Filter &filter, const View &input, const View &output,
+                           const View &given, const double *weights, const Stream *stream)
+{
     /* Zeros on the left bring the weights to the middle, where the tiles are whole words. */
     int64_t begin = SIZE / 2 - filter.left;
     if (begin > SIZE - filter.columns) begin = SIZE - filter.columns;
     if (begin < 0) begin = 0;
-    body.left = filter.left + begin;
+    if (weights == NULL) {
+        SmallFilter<Sum, SIZE, WeightsThere<Sum, SIZE>> body = {};
+        body.weights.given = given_weights<Sum>(filter, given);
+        body.weights.begin = begin;
+        body.skips = true;
+        return launch_padded(filter, input, output, begin, body, stream);
+    }
+    SmallFilter<Sum, SIZE, WeightsByValue<Sum, SIZE>> body = {};
+    Sum *items = body.weights.items;
     for (int64_t i = 0; i < filter.rows; i++)
         for (int64_t j = 0; j < filter.columns; j++)
-            body.weights[i * SIZE + begin + j] = static_cast<Sum>(weights[i * filter.columns + j]);
-    for (const Sum weight : body.weights) body.skips = body.skips || weight == 0;
-    return launch_tiles(body, filter, Body::TILE_ROWS, Body::TILE_COLUMNS, Body::MAX_THREADS,
-                        stream);
+            items[i * SIZE + begin + j] = static_cast<Sum>(weights[i * filter.columns + j]);
+    for (const Sum weight : body.weights.items) body.skips = body.skips || weight == 0;
+    return launch_padded(filter, input, output, begin, body, stream);
 }
 
-/* The columns of the weights as whole words, with zeros on the left so that the pixels that they
- * meet are whole words too. */
-struct PaddedColumns {
-    int64_t begin, count;
-};
-
-template <class Sum>
-static PaddedColumns pad_columns(const Filter &filter)
+template <class Sum, class Weights, int ROWS, int COLUMNS>
+static Status launch_patches(const Filter &filter, const View &input, const View &output,
+                             const Weights &weights, const Stream *stream)
 {
-    const int64_t begin = (WORD<Sum> - filter.left % WORD<Sum>) % WORD<Sum>;
-    const int64_t count = begin + filter.columns;
-    return {begin, (count + WORD<Sum> - 1) / WORD<Sum> * WORD<Sum>};
+    using Body = LargeFilter<Sum, Weights, ROWS, COLUMNS>;
+    Body body = {};
+    body.in = images_of<Sum>(filter, input);
+    body.out = results_of<Sum>(filter, output);
+    body.top = filter.top;
+    body.left = filter.left;
+    body.rows = (int)filter.rows;
+    body.columns = (int)filter.columns;
+    body.weights = weights;
+    /* Rows of the weights too long for a band of one row are taken in parts, one after the other,
+     * so that the order of the terms stays the same. */
+    const int chunk = body.columns < Body::MOST_COLUMNS ? body.columns : Body::MOST_COLUMNS;
+    const int last = (body.columns - 1) % chunk + 1;
+    const int skip = (int)(-filter.left & (WORD<Sum> - 1));
+    const int others = skip + Body::TILE_COLUMNS - 1 + WORD<Sum> - 1;
+    const int words = (others + chunk) / WORD<Sum>, last_words = (others + last) / WORD<Sum>;
+    const int pitch = Body::pitch_of(words) + Body::SKEW;
+    const int factors = (chunk + WORD<Sum> - 1) / WORD<Sum> * WORD<Sum>;
+    const int room = Body::CAPACITY - Body::OTHER_ROWS * pitch - (ROWS - 1) * factors;
+    body.chunk_columns = chunk;
+    const int band = room / (pitch + factors);
+    const int most = Positions::MOST - Body::OTHER_ROWS - pitch;
+    body.band_rows = chunk < body.columns ? 1 : band < most ? band : most;
+    body.words = divider_of((uint32_t)words);
+    body.last_words = divider_of((uint32_t)last_words);
+    return launch_tiles(body, filter, Body::TILE_ROWS, Body::TILE_COLUMNS, Body::THREADS, stream);
 }
 
 template <class Sum, class Weights>
 static Status launch_large(const Filter &filter, const View &input, const View &output,
-                           PaddedColumns padded, LargeFilter<Sum, Weights> &body,
-                           const Stream *stream)
+                           const Weights &weights, const Stream *stream)
 {
-    using Body = LargeFilter<Sum, Weights>;
-    body.in = images_of<Sum>(filter, input);
-    body.out = results_of<Sum>(filter, output);
-    body.top = filter.top;
-    body.left = filter.left + padded.begin;
-    body.rows = (int)filter.rows;
-    body.columns = (int)padded.count;
-    /* Rows of the weights too long for a band of one row are taken in parts, one after the other,
-     * so that the order of the terms stays the same. */
-    constexpr int64_t OTHER_ROWS = Body::TILE_ROWS - Body::ROWS;
-    constexpr int64_t MOST = Body::CAPACITY / (OTHER_ROWS + 1) - Body::TILE_COLUMNS;
-    const int64_t most = MOST / WORD<Sum> * WORD<Sum>;
-    const int64_t chunk = padded.count < most ? padded.count : most;
-    const int64_t band = Body::CAPACITY / (Body::TILE_COLUMNS + chunk) - OTHER_ROWS;
-    body.chunk_columns = (int)chunk;
-    body.band_rows = chunk < padded.count          ? 1
-                     : band < Body::MOST_BAND_ROWS ? (int)band
-                                                   : Body::MOST_BAND_ROWS;
-    const int64_t last = (padded.count - 1) % chunk + 1;
-    body.words = divider_of((uint32_t)((Body::TILE_COLUMNS + chunk) / WORD<Sum>));
-    body.last_words = divider_of((uint32_t)((Body::TILE_COLUMNS + last) / WORD<Sum>));
-    return launch_tiles(body, filter, Body::TILE_ROWS, Body::TILE_COLUMNS, Body::MAX_THREADS,
-                        stream);
-}
-
-/* Weight number at of the padded ones. */
-static double padded_weight(const Filter &filter, PaddedColumns padded, const double *weights,
-                            int64_t at)
-{
-    const int64_t column = at % padded.count - padded.begin;
-    if (column < 0 || column >= filter.columns) return 0;
-    return weights[at / padded.count * filter.columns + column];
-}
-
-static Status launch_by_value(const Filter &filter, const View &input, const View &output,
-                              const double *weights, const Stream *stream)
-{
-    const PaddedColumns padded = pad_columns<float>(filter);
-    LargeFilter<float, WeightsByValue> body = {};
-    for (int64_t at = 0; at < filter.rows * padded.count; at++)
-        body.weights.words[at / WORD<float>].items[at % WORD<float>] =
-            static_cast<float>(padded_weight(filter, padded, weights, at));
-    return launch_large(filter, input, output, padded, body, stream);
+    constexpr int ROWS = 4, COLUMNS = 4 * WORD<Sum>;
+    using Body = LargeFilter<Sum, Weights, ROWS, COLUMNS>;
+    if (filter.columns > Body::MOST_COLUMNS ||
+        count_tiles(filter, Body::TILE_ROWS, Body::TILE_COLUMNS) < FEW_TILES)
+        return launch_patches<Sum, Weights, ROWS / 2, COLUMNS / 2>(filter, input, output, weights,
+                                                                   stream);
+    return launch_patches<Sum, Weights, ROWS, COLUMNS>(filter, input, output, weights, stream);
 }
 
 template <class Sum>
-static Status place_weights(const Filter &filter, PaddedColumns padded, const double *weights,
-                            Sum *target, const Stream *stream)
+static Status place_weights(const Filter &filter, const double *weights, Sum *target,
+                            const Stream *stream)
 {
     PlaceWeights<Sum> body = {};
-    const int64_t count = filter.rows * padded.count;
+    const int64_t count = filter.rows * filter.columns;
     for (int64_t at = 0; at < count; at += body.MOST) {
         body.target = target + at;
         body.count = count - at < body.MOST ? (int)(count - at) : body.MOST;
-        for (int i = 0; i < body.count; i++)
-            body.items[i] = static_cast<Sum>(padded_weight(filter, padded, weights, at + i));
+        for (int i = 0; i < body.count; i++) body.items[i] = static_cast<Sum>(weights[at + i]);
         const Status status = launch(body, Grid{1, (unsigned)body.MAX_THREADS}, stream->handle);
         if (status != STATUS_OK) return status;
     }
@@ -950,21 +1215,13 @@ static Status place_weights(const Filter &filter, PaddedColumns padded, const do
 }
 
 template <class Sum>
-static Status read_weights_there(const Filter &filter, PaddedColumns padded, const View &weights,
-                                 Sum *target, const Stream *stream)
+static Status read_weights_there(const Filter &filter, const View &weights, Sum *target,
+                                 const Stream *stream)
 {
     ReadWeights<Sum> body = {};
     body.target = target;
-    body.data = static_cast<char *>(weights.data);
-    body.dtype = weights.dtype;
-    body.rows = filter.rows;
-    body.columns = filter.columns;
-    if (weights.ndim > 1) body.row_stride = weights.strides[weights.ndim - 2];
-    body.column_stride = weights.strides[weights.ndim - 1];
-    body.target_columns = padded.count;
-    body.begin = padded.begin;
-    body.flipped = filter.flipped;
-    const int64_t blocks = (filter.rows * padded.count + body.MAX_THREADS - 1) / body.MAX_THREADS;
+    body.given = given_weights<Sum>(filter, weights);
+    const int64_t blocks = (filter.rows * filter.columns + body.MAX_THREADS - 1) / body.MAX_THREADS;
     const Grid grid = {(unsigned)(blocks < 1024 ? blocks : 1024), (unsigned)body.MAX_THREADS};
     return launch(body, grid, stream->handle);
 }
@@ -974,21 +1231,26 @@ template <class Sum>
 static Status launch_in_memory(const Filter &filter, const View &input, const View &output,
                                const View &given, const double *weights, Stream *stream)
 {
-    const PaddedColumns padded = pad_columns<Sum>(filter);
     Memory *memory = NULL;
     Status status =
-        memory_allocate(stream, filter.rows * padded.count * (int64_t)sizeof(Sum), &memory);
+        memory_allocate(stream, filter.rows * filter.columns * (int64_t)sizeof(Sum), &memory);
     if (status != STATUS_OK) return status;
     Sum *target = reinterpret_cast<Sum *>(memory_data(memory));
-    status = weights != NULL ? place_weights(filter, padded, weights, target, stream)
-                             : read_weights_there(filter, padded, given, target, stream);
-    if (status == STATUS_OK) {
-        LargeFilter<Sum, WeightsInMemory<Sum>> body = {};
-        body.weights.items = target;
-        status = launch_large(filter, input, output, padded, body, stream);
-    }
+    status = weights != NULL ? place_weights(filter, weights, target, stream)
+                             : read_weights_there(filter, given, target, stream);
+    if (status == STATUS_OK)
+        status = launch_large<Sum>(filter, input, output, ManyInMemory<Sum>{target}, stream);
     memory_release(memory);
     return status;
+}
+
+static Status launch_by_value(const Filter &filter, const View &input, const View &output,
+                              const double *weights, const Stream *stream)
+{
+    ManyByValue many = {};
+    for (int64_t at = 0; at < filter.rows * filter.columns; at++)
+        many.items[at] = static_cast<float>(weights[at]);
+    return launch_large<float>(filter, input, output, many, stream);
 }
 
 /* Whether the factors fit: too few rows in a tile would be more work than without them. */
@@ -996,14 +1258,17 @@ static Status launch_separable(const Filter &filter, const View &input, const Vi
                                const Factors &factors, const Stream *stream, bool *fits)
 {
     using Body = SeparableFilter;
-    const PaddedColumns padded = pad_columns<float>(filter);
-    const int needed = Body::TILE_COLUMNS + (int)padded.count;
+    /* The columns of the weights as whole words, with zeros on the left so that the pixels that
+     * they meet are whole words too. */
+    const int begin = (int)(-filter.left & (WORD<float> - 1));
+    const int columns = (begin + (int)filter.columns + 3) / 4 * 4;
+    const int needed = Body::TILE_COLUMNS + columns;
     const int pitch = (needed - 4 + 31) / 32 * 32 + 4, words = needed / 4;
     int tile_rows = (Body::CAPACITY / pitch - (int)filter.rows + 1) / Body::ROWS * Body::ROWS;
-    const int most = Body::MAX_THREADS / words * Body::ROWS;
+    const int most = Body::THREADS / words * Body::ROWS;
     if (tile_rows > most) tile_rows = most;
     if (tile_rows > Body::WARPS * Body::ROWS) tile_rows = Body::WARPS * Body::ROWS;
-    *fits = padded.count <= MOST_ALONG_AXIS && tile_rows >= 2 * Body::ROWS;
+    *fits = columns <= MOST_ALONG_AXIS && tile_rows >= 2 * Body::ROWS;
     if (!*fits) return STATUS_OK;
 
     Body body = {};
@@ -1011,9 +1276,9 @@ static Status launch_separable(const Filter &filter, const View &input, const Vi
     body.out = results_of<float>(filter, output);
     body.words = divider_of((uint32_t)words);
     body.top = filter.top;
-    body.left = filter.left + padded.begin;
+    body.left = filter.left + begin;
     body.rows = (int)filter.rows;
-    body.columns = (int)padded.count;
+    body.columns = columns;
     body.tile_rows = tile_rows;
     body.pitch = pitch;
     /* The first pass takes the size of the weights, lest sums overflow before they are weighted. A
@@ -1023,8 +1288,8 @@ static Status launch_separable(const Filter &filter, const View &input, const Vi
     const int exponent = ilogbf(peak);
     for (int i = 0; i < body.rows; i++) body.factors.down[i] = ldexpf(factors.down[i], exponent);
     for (int j = 0; j < filter.columns; j++)
-        body.factors.along[padded.begin + j] = ldexpf(factors.along[j], -exponent);
-    return launch_tiles(body, filter, tile_rows, Body::TILE_COLUMNS, Body::MAX_THREADS, stream);
+        body.factors.along[begin + j] = ldexpf(factors.along[j], -exponent);
+    return launch_tiles(body, filter, tile_rows, Body::TILE_COLUMNS, Body::THREADS, stream);
 }
 
 /* In float64, larger weights take so long that nothing is gained by unrolling. */
@@ -1035,23 +1300,22 @@ template <class Sum>
 static Status launch_filter(const Filter &filter, const View &input, const View &output,
                             const View &given, const double *weights, Stream *stream)
 {
-    if (weights == NULL)
-        return launch_in_memory<Sum>(filter, input, output, given, weights, stream);
     const int64_t size = filter.rows > filter.columns ? filter.rows : filter.columns;
-    if (size <= 3) return launch_small<Sum, 3>(filter, input, output, weights, stream);
-    if (size <= 5) return launch_small<Sum, 5>(filter, input, output, weights, stream);
-    if (size <= 7) return launch_small<Sum, 7>(filter, input, output, weights, stream);
-    if (size <= LARGEST_SMALL<Sum>)
-        return launch_small<Sum, LARGEST_SMALL<Sum>>(filter, input, output, weights, stream);
+    constexpr int LARGEST = LARGEST_SMALL<Sum>;
+    if (size <= 3) return launch_small<Sum, 3>(filter, input, output, given, weights, stream);
+    if (size <= 5) return launch_small<Sum, 5>(filter, input, output, given, weights, stream);
+    if (size <= 7) return launch_small<Sum, 7>(filter, input, output, given, weights, stream);
+    if (size <= LARGEST)
+        return launch_small<Sum, LARGEST>(filter, input, output, given, weights, stream);
 
     Factors factors = {};
-    if (find_factors(filter, weights, &factors)) {
+    if (weights != NULL && find_factors(filter, weights, &factors)) {
         bool fits;
         const Status status = launch_separable(filter, input, output, factors, stream, &fits);
         if (fits || status != STATUS_OK) return status;
     }
-    if (sizeof(Sum) == sizeof(float) &&
-        filter.rows * pad_columns<Sum>(filter).count <= MOST_BY_VALUE)
+    if (weights != NULL && sizeof(Sum) == sizeof(float) &&
+        filter.rows * filter.columns <= MOST_BY_VALUE)
         return launch_by_value(filter, input, output, weights, stream);
     return launch_in_memory<Sum>(filter, input, output, given, weights, stream);
 }
