@@ -35,13 +35,13 @@ def main(arguments: list[str] | None = None) -> int:
     run.say(
         "\nEach line: median time, rate, and how many times as fast the first line of its case is."
     )
-    try:
-        for name in options.names or names:
+    for name in options.names or names:
+        try:
             importlib.import_module(f".bench_{name}", __package__).measure(run)
-    finally:
-        # A quick run has nothing to tell about speed, so it is kept only where that is asked for.
-        if options.output or not options.quick:
-            run.write(output)
+        finally:
+            # A quick run has nothing to tell about speed, so it is kept only where that is asked for.
+            if options.output or not options.quick:
+                run.write(output)
     return 1 if run.failed else 0
 
 

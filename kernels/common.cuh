@@ -243,7 +243,8 @@ bool launches_block(void);
 Status launch_kernel(const void *kernel, Grid grid, void **arguments, void *stream);
 
 /* A kernel is a functor: its members are the arguments, operator()(Thread) is the body, and
- * MAX_THREADS is the largest block that it is launched with. */
+ * MAX_THREADS is the largest block that it is launched with. Of those with shared memory, one may
+ * say with MIN_BLOCKS for how many such blocks at once a multiprocessor is to have registers. */
 template <class Body>
 __global__ void __launch_bounds__(Body::MAX_THREADS) kernel(const __grid_constant__ Body body)
 {
@@ -292,10 +293,31 @@ void twin_with_shared(void **arguments, unsigned block, unsigned blocks, unsigne
 }
 #endif
 
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ == 800 ||                                             \
+    (__CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1100)
+constexpr int MULTIPROCESSOR_THREADS = 2048;
+#else
+constexpr int MULTIPROCESSOR_THREADS = __CUDA_ARCH__ < 800 ? 1024 : 1536;
+#endif
+
+/* MIN_BLOCKS of a body, as far as there can be as many threads at once. */
+template <class Body>
+constexpr int min_blocks_of(decltype(Body::MIN_BLOCKS) *)
+{
+    return Body::MIN_BLOCKS * Body::MAX_THREADS <= MULTIPROCESSOR_THREADS
+               ? Body::MIN_BLOCKS
+               : MULTIPROCESSOR_THREADS / Body::MAX_THREADS;
+}
+template <class Body>
+constexpr int min_blocks_of(...)
+{
+    return 0; /* as many as there are */
+}
+
 /* The same with memory that the threads of a block share: Body::Shared is its type, at most 48 KiB,
  * and not set at first; the body is operator()(Thread, Shared *), which may call Thread::sync. */
 template <class Body>
-__global__ void __launch_bounds__(Body::MAX_THREADS)
+__global__ void __launch_bounds__(Body::MAX_THREADS, min_blocks_of<Body>(nullptr))
     kernel_with_shared(const __grid_constant__ Body body)
 {
     __shared__ alignas(16) unsigned char shared[sizeof(typename Body::Shared)];

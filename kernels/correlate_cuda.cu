@@ -1128,6 +1128,11 @@ static Status launch_padded(const Filter &filter, const View &input, const View 
     return launch_tiles(body, filter, rows, Body::TILE_COLUMNS, threads, stream);
 }
 
+/* Whether small filters have kernels for weights on the device: these would double the time that it
+ * takes to compile those of float64. */
+template <class Sum>
+constexpr bool SMALL_TAKES_THEM = sizeof(Sum) == sizeof(float);
+
 /* weights is NULL where the given ones are on the device. */
 template <class Sum, int SIZE>
 static Status launch_small(const Filter &filter, const View &input, const View &output,
@@ -1137,12 +1142,14 @@ static Status launch_small(const Filter &filter, const View &input, const View &
     int64_t begin = SIZE / 2 - filter.left;
     if (begin > SIZE - filter.columns) begin = SIZE - filter.columns;
     if (begin < 0) begin = 0;
-    if (weights == NULL) {
-        SmallFilter<Sum, SIZE, WeightsThere<Sum, SIZE>> body = {};
-        body.weights.given = given_weights<Sum>(filter, given);
-        body.weights.begin = begin;
-        body.skips = true;
-        return launch_padded(filter, input, output, begin, body, stream);
+    if constexpr (SMALL_TAKES_THEM<Sum>) {
+        if (weights == NULL) {
+            SmallFilter<Sum, SIZE, WeightsThere<Sum, SIZE>> body = {};
+            body.weights.given = given_weights<Sum>(filter, given);
+            body.weights.begin = begin;
+            body.skips = true;
+            return launch_padded(filter, input, output, begin, body, stream);
+        }
     }
     SmallFilter<Sum, SIZE, WeightsByValue<Sum, SIZE>> body = {};
     Sum *items = body.weights.items;
@@ -1300,8 +1307,9 @@ template <class Sum>
 static Status launch_filter(const Filter &filter, const View &input, const View &output,
                             const View &given, const double *weights, Stream *stream)
 {
-    const int64_t size = filter.rows > filter.columns ? filter.rows : filter.columns;
+    int64_t size = filter.rows > filter.columns ? filter.rows : filter.columns;
     constexpr int LARGEST = LARGEST_SMALL<Sum>;
+    if (weights == NULL && !SMALL_TAKES_THEM<Sum>) size = LARGEST + 1;
     if (size <= 3) return launch_small<Sum, 3>(filter, input, output, given, weights, stream);
     if (size <= 5) return launch_small<Sum, 5>(filter, input, output, given, weights, stream);
     if (size <= 7) return launch_small<Sum, 7>(filter, input, output, given, weights, stream);

@@ -9,7 +9,7 @@
  *     WriteRows      scatter: the rows of those
  *     AddRows        scatter_add: atomic additions, 16 bytes at once where there are as many
  *
- * The other ways to add are in scatter_bins.cu and scatter_sort.cu. */
+ * The ways for many indices are in scatter_bins.cu and scatter_sort.cu. */
 #include "scatter_device.cuh"
 #include "transfer.cuh"
 
@@ -58,6 +58,17 @@ Status scratch_take(Scratch *scratch, int64_t bytes, void **data)
 void scratch_give_back(Scratch *scratch)
 {
     while (scratch->count > 0) memory_release(scratch->memory[--scratch->count]);
+}
+
+Status take_rejected(DeviceScatter *scatter, Scratch *scratch)
+{
+    if (scatter->mode != MODE_RAISE || scatter->rejected != NULL) return STATUS_OK;
+    void *data;
+    Status status = scratch_take(scratch, sizeof *scatter->rejected, &data);
+    if (status == STATUS_OK)
+        status = clear_on_device(data, 0, sizeof *scatter->rejected, scratch->stream->handle);
+    if (status == STATUS_OK) scatter->rejected = static_cast<const unsigned *>(data);
+    return status;
 }
 
 /* Which index is the last of its place. The number of an index, plus 1, stands in a slot: that of
@@ -484,6 +495,13 @@ static Status launch_writes(DeviceScatter scatter, const Slots &slots, Stream *s
 static Status run_writes(DeviceScatter scatter, int64_t alignment, Scratch *scratch)
 {
     Stream *stream = scratch->stream;
+    bool done = false;
+    if (scatter.rows > 0 && scatter.row_bytes > 0) {
+        Status status = write_by_tables(scatter, alignment, scratch, &done);
+        if (status == STATUS_OK && !done)
+            status = write_in_order(scatter, alignment, scratch, &done);
+        if (status != STATUS_OK || done) return status;
+    }
     constexpr int64_t HEAD_BYTES = 16;
     Slots slots = {};
     slots.wide = scatter.index_count >= UINT32_MAX;
@@ -561,25 +579,16 @@ static Status run_adds(const Call *call, DeviceScatter device, const Scatter &sc
                        int64_t alignment, Scratch *scratch)
 {
     Stream *stream = scratch->stream;
-    unsigned *rejected = NULL;
-    Status status = STATUS_OK;
-    if (scatter.mode == MODE_RAISE) {
-        void *data;
-        status = scratch_take(scratch, sizeof *rejected, &data);
-        if (status == STATUS_OK)
-            status = clear_on_device(data, 0, sizeof *rejected, stream->handle);
-        if (status != STATUS_OK) return status;
-        rejected = static_cast<unsigned *>(data);
-    }
-    device.rejected = rejected;
+    Status status = take_rejected(&device, scratch);
+    unsigned *rejected = const_cast<unsigned *>(device.rejected);
     const bool adds = device.rows > 0 && device.row_bytes > 0;
     bool done = false;
-    if (adds && !(call->deterministic && dtype_is_float(scatter.dtype)))
-        status = add_in_blocks(device, scatter.dtype, scratch, &done);
+    if (status == STATUS_OK && adds && !(call->deterministic && dtype_is_float(scatter.dtype)))
+        status = add_in_tables(device, scatter.dtype, scratch, &done);
     if (status != STATUS_OK || done) return status;
     if (adds && needs_order(call, scatter))
         return add_in_order(device, scatter.dtype, rejected, scratch);
-    if (adds) status = add_in_windows(device, scatter.dtype, rejected, scratch, &done);
+    if (adds) status = add_in_windows(device, scatter.dtype, scratch, &done);
     if (status != STATUS_OK || done) return status;
     if (rejected != NULL) status = launch_claims(device, Slots{}, rejected, stream);
     if (status != STATUS_OK || !adds) return status;

@@ -219,6 +219,16 @@ HOST_DEVICE inline void atomic_max(uint64_t *address, uint64_t value)
 #endif
 }
 
+/* Returns what was there before 1 is added. */
+HOST_DEVICE inline uint32_t atomic_next(uint32_t *address)
+{
+#ifdef __CUDA_ARCH__
+    return atomicAdd(address, 1u);
+#else
+    return (*address)++;
+#endif
+}
+
 /* Returns what was there, and sets it if that was 0. */
 HOST_DEVICE inline uint32_t atomic_claim(uint32_t *address, uint32_t value)
 {
@@ -347,6 +357,33 @@ struct Sums {
     }
 };
 
+/* The sum of what the threads of a block up to this one have. The shared sums are as many as there
+ * are threads; all have to meet before they are used again. */
+template <class Count>
+HOST_DEVICE inline Count sum_up_to(Thread thread, Count *sums, Count mine)
+{
+#ifdef __CUDA_ARCH__
+    constexpr unsigned LANES = 32;
+    const unsigned warp = thread.thread / LANES, lane = thread.thread % LANES;
+    Count sum = mine;
+    UNROLL
+    for (unsigned step = 1; step < LANES; step *= 2) {
+        const Count before = __shfl_up_sync(~0u, sum, step);
+        if (lane >= step) sum += before;
+    }
+    if (lane == LANES - 1) sums[warp] = sum;
+    thread.sync();
+    for (unsigned i = 0; i < warp; i++) sum += sums[i];
+    return sum;
+#else
+    sums[thread.thread] = mine;
+    thread.sync();
+    Count sum = 0;
+    for (unsigned i = 0; i <= thread.thread; i++) sum += sums[i];
+    return sum;
+#endif
+}
+
 constexpr int SCATTER_THREADS = 256;
 
 /* Cuts rows into units of some bytes, for a kernel with blocks of so many units. */
@@ -365,13 +402,19 @@ struct Scratch {
 Status scratch_take(Scratch *scratch, int64_t bytes, void **data);
 void scratch_give_back(Scratch *scratch);
 
-/* scatter_sort.cu: sums in the order of the indices; and sums in windows of a large table. */
+/* Gives the call a word that says whether it is rejected, if it has none and a bad index can be. */
+Status take_rejected(DeviceScatter *scatter, Scratch *scratch);
+
+/* scatter_sort.cu: sums in the order of the indices. */
 Status add_in_order(DeviceScatter scatter, Dtype dtype, unsigned *rejected, Scratch *scratch);
-/* Whether that takes these, and sets *done where it has queued the work. */
-Status add_in_windows(DeviceScatter scatter, Dtype dtype, unsigned *rejected, Scratch *scratch,
-                      bool *done);
-/* scatter_bins.cu: sums into a table that fits the memory of a block. */
-Status add_in_blocks(DeviceScatter scatter, Dtype dtype, Scratch *scratch, bool *done);
+/* The last of each place, if there are so many single elements that this pays. */
+Status write_in_order(DeviceScatter scatter, int64_t alignment, Scratch *scratch, bool *done);
+/* scatter_bins.cu: each sets *done where it has queued the work. Sums, or the last of each place,
+ * in tables that fit the memory of a block; and sums in windows of a large table. */
+Status add_in_tables(const DeviceScatter &scatter, Dtype dtype, Scratch *scratch, bool *done);
+Status write_by_tables(const DeviceScatter &scatter, int64_t alignment, Scratch *scratch,
+                       bool *done);
+Status add_in_windows(const DeviceScatter &scatter, Dtype dtype, Scratch *scratch, bool *done);
 
 #endif
 

@@ -1,17 +1,16 @@
-/* scatter_add on a GPU by way of sorting.
+/* scatter_add, and scatter into large tables, on a GPU by way of sorting.
  *
  * Indices are sorted by place, from the lowest digit to the highest, and those of one place stay in
  * their order. Each pass is three kernels: CountDigits counts the digits in every block's part of
- * the keys, ScanCounts makes of that where each block puts its first key of each digit, MoveDigits
+ * the keys, ScanDigits makes of that where each block puts its first key of each digit, MoveDigits
  * puts the keys there. It sorts a tile in shared memory first, so that neighbours go to neighbours.
  *
  * add_in_order then lets one thread add up all that goes to an element of x, in the order of the
  * indices: the sum is the same in every run, and that of numpy.add.at. It is also the way for
  * dtypes that are summed in a wider one, since it rounds once and needs no room but for the
- * indices.
- *
- * add_in_windows does a single pass with the highest digit, and takes values along: the additions
- * that follow go through a table far larger than the caches from its one end to the other. */
+ * indices. Where a row is a single number, that is what goes along with the keys: AddNumbers has
+ * its blocks load them, and WriteLast writes them. Otherwise the numbers of the indices go along,
+ * and AddRuns looks for the rows. */
 #include "scatter_device.cuh"
 #include "transfer.cuh"
 
@@ -20,7 +19,7 @@
 constexpr int THREADS = SCATTER_THREADS, LANES = 32, WARPS = THREADS / LANES;
 constexpr int MOST_DIGIT_BITS = 8, MOST_DIGITS = 1 << MOST_DIGIT_BITS;
 static_assert(MOST_DIGITS == THREADS, "a thread for each digit");
-constexpr int64_t MOST_PARTS = 512; /* which a pass cuts the keys into */
+constexpr int64_t MOST_PARTS = 4096; /* which a pass cuts the keys into */
 
 /* One digit of the keys, and how they are cut: part of a block, made of whole tiles. */
 struct Pass {
@@ -97,40 +96,42 @@ struct CountDigits {
     }
 };
 
-/* Every count becomes the sum of those before it. One block does it all. */
+/* Every count becomes the sum of those before it of the same digit: a block for each. */
 template <class Word>
-struct ScanCounts {
+struct ScanDigits {
     static constexpr int MAX_THREADS = 1024;
     struct Shared {
         Word sums[MAX_THREADS];
     };
 
-    Word *counts;
-    int64_t count;
+    Word *counts, *totals;
+    int64_t parts;
 
     HOST_DEVICE void operator()(Thread thread, Shared *shared) const
     {
-        const int64_t each = (count + thread.threads - 1) / thread.threads;
-        const int64_t begin = each * thread.thread < count ? each * thread.thread : count;
-        const int64_t end = begin + each < count ? begin + each : count;
-        Word sum = 0;
-        for (int64_t i = begin; i < end; i++) sum += counts[i];
-        shared->sums[thread.thread] = sum;
-        thread.sync();
-        for (unsigned step = 1; step < thread.threads; step *= 2) {
-            const Word before =
-                thread.thread >= step ? shared->sums[thread.thread - step] : Word(0);
+        Word *mine = counts + thread.block * parts;
+        Word before = 0;
+        for (int64_t begin = 0; begin < parts; begin += thread.threads) {
+            const int64_t at = begin + thread.thread;
+            const Word count = at < parts ? mine[at] : 0;
+            const Word sum = sum_up_to(thread, shared->sums, count);
+            if (at < parts) mine[at] = before + (sum - count);
             thread.sync();
-            shared->sums[thread.thread] += before;
+            if (thread.thread == thread.threads - 1) shared->sums[0] = sum;
+            thread.sync();
+            before += shared->sums[0];
             thread.sync();
         }
-        sum = shared->sums[thread.thread] - sum;
-        for (int64_t i = begin; i < end; i++) {
-            const Word here = counts[i];
-            counts[i] = sum;
-            sum += here;
-        }
+        if (thread.thread == 0) totals[thread.block] = before;
     }
+};
+
+/* The unsigned number as which a number goes along. */
+template <int BYTES>
+struct PayloadOf : BitsOf<BYTES> {};
+template <>
+struct PayloadOf<8> {
+    using Type = uint64_t;
 };
 
 /* What goes along with the keys: as it was put by the pass before, or else the number of an index,
@@ -152,8 +153,9 @@ struct Carried {
 
 template <class Key, class Payload, class Word>
 struct MoveDigits {
-    static constexpr int MAX_THREADS = THREADS;
-    static constexpr int ITEMS = 128 / (sizeof(Key) + sizeof(Payload)), TILE = ITEMS * THREADS;
+    static constexpr int MAX_THREADS = THREADS, MIN_BLOCKS = 4;
+    static constexpr int BYTES = sizeof(Key) + sizeof(Payload);
+    static constexpr int ITEMS = 128 / (BYTES < 8 ? 8 : BYTES), TILE = ITEMS * THREADS;
 
     struct Shared {
         union {
@@ -166,7 +168,7 @@ struct MoveDigits {
             } host;
         };
         uint32_t counts[WARPS][MOST_DIGITS];
-        uint32_t totals[MOST_DIGITS], starts[MOST_DIGITS];
+        uint32_t sums[MOST_DIGITS], starts[MOST_DIGITS];
         Word offsets[MOST_DIGITS]; /* from a place in the tile to one in the output */
     };
 
@@ -175,16 +177,17 @@ struct MoveDigits {
     Carried<Payload> carried;
     Key *sorted_keys;
     Payload *sorted_payload;
-    const Word *counts;
+    const Word *counts, *totals;
 
     HOST_DEVICE void operator()(Thread thread, Shared *shared) const
     {
         const unsigned warp = thread.thread / LANES, lane = thread.thread % LANES;
         const unsigned digits = 1u << pass.bits;
         /* Where the next key goes whose digit is the number of this thread. */
-        Word next = thread.thread < digits
-                        ? counts[thread.thread * (int64_t)pass.parts + thread.block]
-                        : Word(0);
+        const Word all = thread.thread < digits ? totals[thread.thread] : Word(0);
+        Word next = sum_up_to(thread, shared->offsets, all) - all;
+        if (thread.thread < digits)
+            next += counts[thread.thread * (int64_t)pass.parts + thread.block];
         const int64_t end = pass.end_of(thread.block);
         for (int64_t begin = pass.begin_of(thread.block); begin < end; begin += TILE) {
             const int count = end - begin < TILE ? static_cast<int>(end - begin) : TILE;
@@ -212,7 +215,7 @@ struct MoveDigits {
                 shared->counts[i][thread.thread] = total;
                 total += here;
             }
-            const uint32_t start = sum_before(thread, shared, total);
+            const uint32_t start = sum_up_to(thread, shared->sums, total) - total;
             shared->starts[thread.thread] = start;
             shared->offsets[thread.thread] = next - start;
             next += total;
@@ -237,6 +240,21 @@ struct MoveDigits {
         }
     }
 
+#ifdef __CUDA_ARCH__
+    /* The lanes with the same digit. __match_any_sync takes longer. */
+    __device__ uint32_t same_in_warp(uint32_t digit, bool is_there) const
+    {
+        uint32_t same = __ballot_sync(~0u, is_there);
+        UNROLL
+        for (int bit = 0; bit < MOST_DIGIT_BITS; bit++) {
+            const bool is_set = digit >> bit & 1;
+            const uint32_t set = __ballot_sync(~0u, is_set);
+            same &= is_set ? set : ~set;
+        }
+        return same;
+    }
+#endif
+
     /* How many keys of the same digit come before each in its warp's part of the tile, and the
      * counts of those parts. */
     HOST_DEVICE void rank_in_warp(Thread thread, Shared *shared, const Key *key, int first,
@@ -249,8 +267,8 @@ struct MoveDigits {
         UNROLL
         for (int k = 0; k < ITEMS; k++) {
             const bool is_there = first + k * LANES < count;
-            const uint32_t digit = is_there ? pass.digit_of(key[k]) : MOST_DIGITS;
-            const uint32_t same = __match_any_sync(~0u, digit);
+            const uint32_t digit = is_there ? pass.digit_of(key[k]) : 0;
+            const uint32_t same = same_in_warp(digit, is_there);
             const uint32_t before = is_there ? counts_here[digit] : 0;
             __syncwarp();
             if (is_there && (same & lower) == 0) counts_here[digit] = before + __popc(same);
@@ -273,21 +291,6 @@ struct MoveDigits {
             if (first + k * LANES < count) rank[k] = shared->host.ranks[first + k * LANES];
 #endif
     }
-
-    /* The sum of what the threads before this one have. */
-    HOST_DEVICE static uint32_t sum_before(Thread thread, Shared *shared, uint32_t mine)
-    {
-        uint32_t *totals = shared->totals;
-        totals[thread.thread] = mine;
-        thread.sync();
-        for (unsigned step = 1; step < THREADS; step *= 2) {
-            const uint32_t before = thread.thread >= step ? totals[thread.thread - step] : 0;
-            thread.sync();
-            totals[thread.thread] += before;
-            thread.sync();
-        }
-        return totals[thread.thread] - mine;
-    }
 };
 
 /* A thread for each unit of each row, of which only those do something whose index is the first of
@@ -299,7 +302,7 @@ struct AddRuns {
 
     DeviceScatter scatter;
     const Word *keys;
-    const Word *numbers; /* NULL: they have not moved */
+    const Word *numbers;
 
     HOST_DEVICE void operator()(Thread thread) const
     {
@@ -314,9 +317,7 @@ struct AddRuns {
         const int64_t place = static_cast<int64_t>(key);
         if (place >= scatter.axis_size || (i > 0 && keys[i - 1] == key)) return;
 
-        const auto number_at = [this](int64_t at) {
-            return numbers == NULL ? at : static_cast<int64_t>(numbers[at]);
-        };
+        const auto number_at = [this](int64_t at) { return static_cast<int64_t>(numbers[at]); };
         auto *x = reinterpret_cast<Numbers<T, COUNT> *>(scatter.x + x_offset +
                                                         scatter.axis_offset(place)) +
                   column;
@@ -338,33 +339,129 @@ struct AddRuns {
     }
 };
 
-/* Numbers that lie beside their places, which the first digit has brought into order. */
+/* The same for numbers that have moved with their keys. A block loads some of them at once, and its
+ * threads add up the runs that begin there; for the last run all of them load what is to come. */
 template <class T>
-struct AddMoved {
+struct AddNumbers {
+    static constexpr int MAX_THREADS = THREADS, TILE = 8 * THREADS;
+    using Payload = typename PayloadOf<sizeof(T)>::Type;
+    using S = typename Computes<T>::Type;
+    struct Shared {
+        uint32_t keys[TILE];
+        Payload payload[TILE];
+        S sum;
+        uint32_t key;
+        bool goes_on;
+    };
+
+    DeviceScatter scatter;
+    const uint32_t *keys;
+    const Payload *payload;
+
+    HOST_DEVICE void operator()(Thread thread, Shared *shared) const
+    {
+        if (scatter.is_rejected()) return;
+        int64_t begin = thread.block * (int64_t)TILE;
+        int count = load(thread, shared, begin);
+        if (thread.thread == 0) shared->goes_on = false;
+        const uint32_t before = begin > 0 ? keys[begin - 1] : ~shared->keys[0];
+        thread.sync();
+        for (int i = thread.thread; i < count; i += THREADS) {
+            const uint32_t key = shared->keys[i];
+            if (key >= scatter.axis_size || key == (i > 0 ? shared->keys[i - 1] : before)) continue;
+            S sum = static_cast<S>(*number_at(key));
+            if (add_run(shared, key, i, count, &sum) < count) {
+                *number_at(key) = T(sum);
+            } else {
+                shared->sum = sum;
+                shared->key = key;
+                shared->goes_on = true;
+            }
+        }
+        thread.sync();
+        while (shared->goes_on) {
+            begin += TILE;
+            thread.sync();
+            count = load(thread, shared, begin);
+            if (thread.thread == 0) {
+                S sum = shared->sum;
+                shared->goes_on =
+                    add_run(shared, shared->key, 0, count, &sum) == count && count > 0;
+                shared->sum = sum;
+                if (!shared->goes_on) *number_at(shared->key) = T(sum);
+            }
+            thread.sync();
+        }
+    }
+
+    HOST_DEVICE T *number_at(uint32_t place) const
+    {
+        return reinterpret_cast<T *>(scatter.x + place * scatter.axis_stride);
+    }
+
+    HOST_DEVICE int load(Thread thread, Shared *shared, int64_t begin) const
+    {
+        const int64_t left = scatter.index_count - begin;
+        const int count = left < TILE ? (left < 0 ? 0 : static_cast<int>(left)) : TILE;
+        UNROLL
+        for (int k = 0; k < TILE / THREADS; k++) {
+            const int i = k * THREADS + static_cast<int>(thread.thread);
+            if (i >= count) continue;
+            shared->keys[i] = load_once(keys + begin + i);
+            shared->payload[i] = load_once(payload + begin + i);
+        }
+        thread.sync();
+        return count;
+    }
+
+    /* Adds what lies under a key from i on, and returns where that ends. */
+    HOST_DEVICE static int add_run(const Shared *shared, uint32_t key, int i, int count, S *sum)
+    {
+        constexpr int BATCH = 8;
+        S here = *sum;
+        for (; i + BATCH <= count && shared->keys[i + BATCH - 1] == key; i += BATCH) {
+            S numbers[BATCH];
+            UNROLL
+            for (int k = 0; k < BATCH; k++)
+                numbers[k] = static_cast<S>(bits_as<T>(shared->payload[i + k]));
+            UNROLL
+            for (int k = 0; k < BATCH; k++) here = static_cast<S>(here + numbers[k]);
+        }
+        for (; i < count && shared->keys[i] == key; i++)
+            here = static_cast<S>(here + static_cast<S>(bits_as<T>(shared->payload[i])));
+        *sum = here;
+        return i;
+    }
+};
+
+/* Of the elements that have moved with their keys, those that are the last of a place. */
+template <class Unit>
+struct WriteLast {
     static constexpr int MAX_THREADS = THREADS, ITEMS = 4;
 
-    char *x;
-    int64_t axis_size, axis_stride, count;
-    const unsigned *rejected;
+    DeviceScatter scatter;
     const uint32_t *keys;
-    const T *numbers;
+    const Unit *payload;
 
     HOST_DEVICE void operator()(Thread thread) const
     {
-        if (rejected != NULL && *rejected != 0) return;
+        if (scatter.is_rejected()) return;
         const int64_t first = thread.block * (int64_t)(THREADS * ITEMS) + thread.thread;
-        uint32_t key[ITEMS];
-        T number[ITEMS];
+        uint32_t key[ITEMS], next[ITEMS];
+        Unit unit[ITEMS];
         UNROLL
         for (int k = 0; k < ITEMS; k++) {
-            const int64_t at = first + k * THREADS < count ? first + k * THREADS : 0;
-            key[k] = keys[at];
-            number[k] = numbers[at];
+            const int64_t i = first + k * THREADS;
+            if (i >= scatter.index_count) continue;
+            key[k] = keys[i];
+            next[k] = i + 1 < scatter.index_count ? keys[i + 1] : ~key[k];
+            unit[k] = load_once(payload + i);
         }
         UNROLL
         for (int k = 0; k < ITEMS; k++)
-            if (first + k * THREADS < count && key[k] < axis_size)
-                atomic_add(reinterpret_cast<T *>(x + key[k] * axis_stride), number[k]);
+            if (first + k * THREADS < scatter.index_count && key[k] != next[k] &&
+                key[k] < scatter.axis_size)
+                *reinterpret_cast<Unit *>(scatter.x + key[k] * scatter.axis_stride) = unit[k];
     }
 };
 
@@ -411,13 +508,16 @@ static Status run_pass(int64_t count, int shift, int bits, const Key *keys,
     digits.pass = move.pass;
     digits.keys = keys;
     digits.counts = counts;
-    ScanCounts<Word> scan = {};
+    ScanDigits<Word> scan = {};
     scan.counts = counts;
-    scan.count = (int64_t)parts << bits;
+    scan.totals = counts + MOST_PARTS * MOST_DIGITS;
+    scan.parts = parts;
+    move.totals = scan.totals;
     const unsigned blocks = static_cast<unsigned>(parts);
     Status status = launch_with_shared(digits, Grid{blocks, THREADS}, stream->handle);
     if (status == STATUS_OK)
-        status = launch_with_shared(scan, Grid{1, (unsigned)scan.MAX_THREADS}, stream->handle);
+        status =
+            launch_with_shared(scan, Grid{1u << bits, (unsigned)scan.MAX_THREADS}, stream->handle);
     if (status == STATUS_OK)
         status = launch_with_shared(move, Grid{blocks, THREADS}, stream->handle);
     return status;
@@ -436,7 +536,7 @@ struct Sorting {
         const int64_t bytes[5] = {count * (int64_t)sizeof(Key), count * (int64_t)sizeof(Key),
                                   count * (int64_t)sizeof(Payload),
                                   count * (int64_t)sizeof(Payload),
-                                  MOST_PARTS * MOST_DIGITS * (int64_t)sizeof(Word)};
+                                  (MOST_PARTS + 1) * MOST_DIGITS * (int64_t)sizeof(Word)};
         Status status = STATUS_OK;
         for (int i = 0; i < 5 && status == STATUS_OK; i++)
             status = scratch_take(scratch, bytes[i], &data[i]);
@@ -470,26 +570,56 @@ static Status launch_runs_of(const DeviceScatter &scatter, const Word *keys, con
                : launch_runs<T, 1>(scatter, keys, numbers, stream);
 }
 
+/* Makes the keys and sorts them, with what goes along. */
+template <class Payload, class Word>
+static Status sort_keys(const DeviceScatter &scatter, unsigned *rejected,
+                        const Carried<Payload> &given, Scratch *scratch, const Word **keys,
+                        const Payload **payload)
+{
+    Sorting<Word, Payload, Word> sorting;
+    Status status = sorting.open(scatter.index_count, scratch);
+    if (status == STATUS_OK)
+        status = make_keys(scatter, rejected, sorting.keys[0], scratch->stream);
+    const int bits = key_bits(scatter);
+    const int passes = bits > 0 ? (bits + MOST_DIGIT_BITS - 1) / MOST_DIGIT_BITS : 1;
+    const int digit_bits = (bits + passes - 1) / passes;
+    for (int i = 0; i < passes && status == STATUS_OK; i++) {
+        Carried<Payload> carried = given;
+        if (i > 0) carried.payload = sorting.payload[i % 2];
+        status = run_pass(scatter.index_count, i * digit_bits, digit_bits, sorting.keys[i % 2],
+                          carried, sorting.keys[1 - i % 2], sorting.payload[1 - i % 2],
+                          sorting.counts, scratch->stream);
+    }
+    *keys = sorting.keys[passes % 2];
+    *payload = sorting.payload[passes % 2];
+    return status;
+}
+
+/* Whether a row is one number and they lie in a line, so that values can go along with the keys. */
+static bool rows_are_numbers(const DeviceScatter &scatter, int64_t number_bytes)
+{
+    return scatter.one_loop && scatter.index == 1 && scatter.axis_ndim == 1 && !scatter.constant &&
+           scatter.row_bytes == number_bytes && scatter.index_count < UINT32_MAX &&
+           scatter.axis_size < UINT32_MAX;
+}
+
+template <class Payload>
+static Status sort_values(const DeviceScatter &scatter, unsigned *rejected, Scratch *scratch,
+                          const uint32_t **keys, const Payload **payload)
+{
+    const Carried<Payload> carried = {NULL, scatter.values, scatter.loops[0].value};
+    return sort_keys(scatter, rejected, carried, scratch, keys, payload);
+}
+
 template <class Word>
 static Status add_sorted(const DeviceScatter &scatter, Dtype dtype, unsigned *rejected,
                          Scratch *scratch)
 {
     Stream *stream = scratch->stream;
-    Sorting<Word, Word, Word> sorting;
-    Status status = sorting.open(scatter.index_count, scratch);
-    if (status == STATUS_OK) status = make_keys(scatter, rejected, sorting.keys[0], stream);
-    const int bits = key_bits(scatter);
-    const int passes = (bits + MOST_DIGIT_BITS - 1) / MOST_DIGIT_BITS;
-    const int digit_bits = passes > 0 ? (bits + passes - 1) / passes : 0;
-    for (int i = 0; i < passes && status == STATUS_OK; i++) {
-        const Carried<Word> carried = {i == 0 ? NULL : sorting.payload[i % 2], NULL, 0};
-        status =
-            run_pass(scatter.index_count, i * digit_bits, digit_bits, sorting.keys[i % 2], carried,
-                     sorting.keys[1 - i % 2], sorting.payload[1 - i % 2], sorting.counts, stream);
-    }
+    const Word *keys, *numbers;
+    Status status =
+        sort_keys(scatter, rejected, Carried<Word>{NULL, NULL, 0}, scratch, &keys, &numbers);
     if (status != STATUS_OK) return status;
-    const Word *keys = sorting.keys[passes % 2];
-    const Word *numbers = passes > 0 ? sorting.payload[passes % 2] : NULL;
     switch (dtype) {
     case DTYPE_FLOAT16:
         return launch_runs_of<Half>(scatter, keys, numbers, stream);
@@ -505,61 +635,76 @@ static Status add_sorted(const DeviceScatter &scatter, Dtype dtype, unsigned *re
     }
 }
 
+template <class T>
+static Status add_numbers(const DeviceScatter &scatter, unsigned *rejected, Scratch *scratch)
+{
+    AddNumbers<T> body = {};
+    Status status = sort_values(scatter, rejected, scratch, &body.keys, &body.payload);
+    if (status != STATUS_OK) return status;
+    body.scatter = scatter;
+    return launch_with_shared(body, scatter_grid(scatter.index_count, body.TILE),
+                              scratch->stream->handle);
+}
+
 Status add_in_order(DeviceScatter scatter, Dtype dtype, unsigned *rejected, Scratch *scratch)
 {
+    if (rows_are_numbers(scatter, dtype_bytes(dtype))) {
+        switch (dtype) {
+        case DTYPE_FLOAT16:
+            return add_numbers<Half>(scatter, rejected, scratch);
+        case DTYPE_BFLOAT16:
+            return add_numbers<BFloat16>(scatter, rejected, scratch);
+        case DTYPE_FLOAT32:
+            return add_numbers<float>(scatter, rejected, scratch);
+        case DTYPE_FLOAT64:
+            return add_numbers<double>(scatter, rejected, scratch);
+        default:
+            return dtype_bytes(dtype) == 1 ? add_numbers<uint8_t>(scatter, rejected, scratch)
+                                           : add_numbers<uint16_t>(scatter, rejected, scratch);
+        }
+    }
     const bool narrow = scatter.index_count < UINT32_MAX && scatter.axis_size < UINT32_MAX;
     return narrow ? add_sorted<uint32_t>(scatter, dtype, rejected, scratch)
                   : add_sorted<uint64_t>(scatter, dtype, rejected, scratch);
 }
 
-template <class T, class Payload>
-static Status add_moved(const DeviceScatter &scatter, unsigned *rejected, Scratch *scratch)
+template <class Unit>
+static Status write_sorted(DeviceScatter scatter, Scratch *scratch)
 {
-    static_assert(sizeof(T) == sizeof(Payload), "the same bits");
-    Stream *stream = scratch->stream;
-    Sorting<uint32_t, Payload, uint32_t> sorting;
-    Status status = sorting.open(scatter.index_count, scratch);
-    if (status == STATUS_OK) status = make_keys(scatter, rejected, sorting.keys[0], stream);
-    const int bits = key_bits(scatter);
-    const int digit_bits = bits < MOST_DIGIT_BITS ? bits : MOST_DIGIT_BITS;
-    const Carried<Payload> carried = {NULL, scatter.values, scatter.loops[0].value};
+    WriteLast<Unit> body = {};
+    Status status = take_rejected(&scatter, scratch);
     if (status == STATUS_OK)
-        status = run_pass(scatter.index_count, bits - digit_bits, digit_bits, sorting.keys[0],
-                          carried, sorting.keys[1], sorting.payload[1], sorting.counts, stream);
+        status = sort_values(scatter, const_cast<unsigned *>(scatter.rejected), scratch, &body.keys,
+                             &body.payload);
     if (status != STATUS_OK) return status;
-    AddMoved<T> body = {};
-    body.x = scatter.x;
-    body.axis_size = scatter.axis_size;
-    body.axis_stride = scatter.axis_stride;
-    body.count = scatter.index_count;
-    body.rejected = scatter.rejected;
-    body.keys = sorting.keys[1];
-    body.numbers = reinterpret_cast<const T *>(sorting.payload[1]);
-    return launch(body, scatter_grid(body.count, THREADS * body.ITEMS), stream->handle);
+    body.scatter = scatter;
+    return launch(body, scatter_grid(scatter.index_count, THREADS * body.ITEMS),
+                  scratch->stream->handle);
 }
 
-Status add_in_windows(DeviceScatter scatter, Dtype dtype, unsigned *rejected, Scratch *scratch,
-                      bool *done)
+Status write_in_order(DeviceScatter scatter, int64_t alignment, Scratch *scratch, bool *done)
 {
 #ifdef GPUOPS_FAKE_CUDA /* so that tests come here */
     constexpr int64_t LARGE_TABLE_BYTES = 256 << 10, MANY = 6000;
 #else
-    /* Twice the second cache of an H200, and what makes up for three more kernels. */
-    constexpr int64_t LARGE_TABLE_BYTES = 96 << 20, MANY = 4 << 20;
+    /* Measured on an H200: where x fits about half of its cache, or for fewer, claims are faster.
+     */
+    constexpr int64_t LARGE_TABLE_BYTES = 32 << 20, MANY = 512 << 10;
 #endif
-    const int64_t bytes = dtype_bytes(dtype);
     const int64_t stride = scatter.axis_stride < 0 ? -scatter.axis_stride : scatter.axis_stride;
-    *done = false;
-    if (!scatter.one_loop || scatter.constant || scatter.index != 1 || scatter.axis_ndim != 1 ||
-        scatter.row_bytes != bytes || scatter.index_count < MANY ||
-        scatter.index_count >= UINT32_MAX || scatter.axis_size >= UINT32_MAX ||
-        scatter.axis_size * stride < LARGE_TABLE_BYTES)
-        return STATUS_OK;
-    *done = true;
-    if (dtype == DTYPE_FLOAT32) return add_moved<float, uint32_t>(scatter, rejected, scratch);
-    if (dtype == DTYPE_FLOAT64) return add_moved<double, uint64_t>(scatter, rejected, scratch);
-    return bytes == 4 ? add_moved<uint32_t, uint32_t>(scatter, rejected, scratch)
-                      : add_moved<uint64_t, uint64_t>(scatter, rejected, scratch);
+    *done = rows_are_numbers(scatter, alignment) && alignment <= 8 && scatter.index_count >= MANY &&
+            scatter.axis_size * stride >= LARGE_TABLE_BYTES;
+    if (!*done) return STATUS_OK;
+    switch (alignment) {
+    case 1:
+        return write_sorted<uint8_t>(scatter, scratch);
+    case 2:
+        return write_sorted<uint16_t>(scatter, scratch);
+    case 4:
+        return write_sorted<uint32_t>(scatter, scratch);
+    default:
+        return write_sorted<uint64_t>(scatter, scratch);
+    }
 }
 
 #endif

@@ -132,7 +132,7 @@ def test_empty_calls(gpuops):
 # Errors, which leave x as it was.
 
 
-@pytest.mark.parametrize("count", [1, 50, 3000])
+@pytest.mark.parametrize("count", [1, 50, 3000, 20_000])
 @pytest.mark.parametrize("width", [1, 3, 40])
 def test_a_bad_index_changes_nothing(gpuops, count, width):
     x = Guarded((7, width), np.float32)
@@ -341,6 +341,8 @@ def test_rows_of_every_width(gpuops, width):
         (5000, 1, 1),
         (5000, 700, 3),
         (5000, 6000, 1),
+        (20_000, 5000, 1),
+        (20_000, 15_000, 1),
         (5000, 100_000, 1),
         (3000, 90_000, 2),
         (1, 4, 40_000),
@@ -368,6 +370,24 @@ def test_many_writes_to_few_places(gpuops, count, size, width, index_dtype):
     gpuops.scatter(result, indices, 5)
     expected[list(last)] = 5
     assert result.tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("dtype", ["u1", "f2", "f4", "f8", "c16"])
+@pytest.mark.parametrize("count, size", [(20_000, 5000), (20_000, 15_000), (8000, 300_000)])
+def test_many_elements_of_every_width(gpuops, count, size, dtype):
+    random = np.random.default_rng(count + size)
+    indices = random.integers(-2 * size, 2 * size, count)
+    indices[::2] = random.integers(0, 50, len(indices[::2]))
+    values = random.integers(0, 250, count).astype(dtype)
+    for mode, kept, places in (
+        ("fill", np.abs(2 * indices + 1) < 2 * size, indices),
+        ("wrap", np.ones(count, bool), indices % size),
+    ):
+        for given in (values, values[:1]):
+            x = (np.arange(size) % 99).astype(dtype)
+            expected = assigned(x, places[kept], np.broadcast_to(given, count)[kept])
+            gpuops.scatter(x, indices, given, mode=mode)
+            assert x.tobytes() == expected.tobytes()
 
 
 def test_dropped_writes_do_not_hide_others(gpuops):
@@ -524,3 +544,10 @@ def test_a_target_that_moves_when_a_cast_warns(gpuops, monkeypatch):
         gpuops.scatter(x, np.arange(count), np.full(count, 1e6))
     assert others and all((other == 7).all() for other in others)
     assert np.isinf(x).all()
+
+
+@pytest.mark.parametrize("count", [3, 30_000])
+def test_an_empty_axis_has_no_places(gpuops, count):
+    for dtype in ("f2", "f4", "i8"):
+        with pytest.raises(IndexError):
+            gpuops.scatter(np.zeros(0, dtype), np.zeros(count, int), np.ones(count, dtype))

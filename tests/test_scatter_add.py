@@ -107,7 +107,9 @@ def test_fill_leaves_out_what_is_outside(gpuops):
 
 
 @pytest.mark.parametrize("dtype", ["f4", "f2", "i8"])
-@pytest.mark.parametrize("count, size", [(3, 7), (3000, 7), (30_000, 7), (9000, 70_000)])
+@pytest.mark.parametrize(
+    "count, size", [(3, 7), (3000, 7), (30_000, 7), (20_000, 15_000), (9000, 70_000)]
+)
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_a_bad_index_changes_nothing(gpuops, dtype, count, size, deterministic):
     x = Guarded((size,), dtype)
@@ -199,7 +201,7 @@ def test_bfloat16(gpuops):
 @pytest.mark.parametrize("index_dtype", INDEX_DTYPES)
 def test_every_mode_with_every_index_dtype(gpuops, mode, index_dtype):
     random = np.random.default_rng(3)
-    for count, size in ((40, 5), (3000, 50), (20_000, 11), (8000, 40_000)):
+    for count, size in ((40, 5), (3000, 50), (20_000, 11), (20_000, 15_000), (8000, 40_000)):
         bound = size if mode == "raise" else 3 * size
         info = np.iinfo(index_dtype)
         indices = random.integers(max(-bound, info.min), min(bound, info.max + 1), count)
@@ -223,7 +225,7 @@ def test_every_mode_with_every_index_dtype(gpuops, mode, index_dtype):
 
 
 # Counts and sizes that lead to the different ways of adding: within one block, into tables in
-# shared memory, atomically, in windows of a large table, and in order.
+# shared memory, of one block or one bucket, atomically, in windows of a large table, in order.
 WAYS = [
     (1000, 30, 1),
     (1025, 2000, 1),
@@ -232,6 +234,7 @@ WAYS = [
     (30_000, 257, 1),
     (9000, 12, 3),
     (20_000, 5000, 1),
+    (20_000, 15_000, 1),
     (8000, 100_000, 1),
     (3000, 600, 4),
     (3000, 600, 2),
@@ -253,6 +256,20 @@ def test_every_way(gpuops, count, size, width, dtype):
     expected = added(x.astype("f4") if dtype == "f2" else x, indices, values).astype(dtype)
     gpuops.scatter_add(x, indices, values)
     assert x.tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("dtype", ["f4", "f8", "i1", "f2"])
+@pytest.mark.parametrize("size", [15_000, 100_000])
+def test_most_indices_in_one_place(gpuops, size, dtype):
+    random = np.random.default_rng(size)
+    indices = random.integers(0, size, 40_000)
+    indices[random.random(len(indices)) < 0.9] = size - 5
+    values = (random.random(len(indices)) < 0.05).astype(dtype)
+    expected = added(np.zeros(size, "f4" if dtype == "f2" else dtype), indices, values)
+    for options in ({}, {"deterministic": True}):
+        x = np.zeros(size, dtype)
+        gpuops.scatter_add(x, indices, values, **options)
+        assert x.tobytes() == expected.astype(dtype).tobytes()
 
 
 @pytest.mark.parametrize("count, size, width", WAYS)
@@ -374,7 +391,9 @@ def test_order_does_not_depend_on_the_grid(on_gpu, count, size, width, seed):
     assert array.to_host().tobytes() == expected.tobytes()
 
 
-@pytest.mark.parametrize("count, size", [(4, 9), (1500, 9), (30_000, 9), (8000, 70_000)])
+@pytest.mark.parametrize(
+    "count, size", [(4, 9), (1500, 9), (30_000, 9), (20_000, 15_000), (8000, 70_000)]
+)
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("scheduler", ["now", "lazy", "shuffled"])
 def test_a_late_bad_index_leaves_x_alone(on_gpu, count, size, deterministic, scheduler):
@@ -417,3 +436,10 @@ def test_16_bit_sums_begin_with_what_is_there(gpuops):
     x = np.float16([-60000])
     gpuops.scatter_add(x, [0, 0], np.float16([60000, 2**-10]), deterministic=True)
     assert x.tolist() == [2**-10]
+
+
+@pytest.mark.parametrize("count", [3, 30_000])
+def test_an_empty_axis_has_no_places(gpuops, count):
+    for dtype in ("f2", "f4", "i8"):
+        with pytest.raises(IndexError):
+            gpuops.scatter_add(np.zeros(0, dtype), np.zeros(count, int), np.ones(count, dtype))
