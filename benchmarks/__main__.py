@@ -39,7 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
         try:
             importlib.import_module(f".bench_{name}", __package__).measure(run)
         finally:
-            # A quick run has nothing to tell about speed, so it is kept only where that is asked for.
+            # A quick run tells nothing of speed, and is kept only where that is asked for.
             if options.output or not options.quick:
                 run.write(output)
     return 1 if run.failed else 0
