@@ -417,6 +417,8 @@ def rate(result: dict) -> str:
         return f"{1e3 * result['rate']:.0f} M/s"
     if result["unit"] == "GB/s" and result["rate"] >= 1e3:
         return f"{1e-3 * result['rate']:.2f} TB/s"
+    if result["unit"] == "G/s" and result["rate"] >= 1e4:
+        return f"{1e-3 * result['rate']:.1f} T/s"
     return f"{result['rate']:.1f} {result['unit']}"
 
 

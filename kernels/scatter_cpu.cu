@@ -442,24 +442,48 @@ static void sum_range(void *context, int64_t begin, int64_t end)
     }
 }
 
-/* A number of the table and what was added to it, in float32. */
-struct WideSum {
-    float sum;
-    uint32_t is_changed;
-};
-
 template <class T, int COUNT>
 struct AddWider {
     static void row(char *sums, const char *value, int64_t row_bytes)
     {
         const int64_t count = COUNT > 0 ? COUNT : row_bytes / (int64_t)sizeof(T);
-        WideSum *wide = reinterpret_cast<WideSum *>(sums);
-        for (int64_t i = 0; i < count; i++) {
-            const float number = static_cast<float>(load<T>(value + i * sizeof(T)));
-            wide[i] = {wide[i].sum + number, 1};
-        }
+        float *wide = reinterpret_cast<float *>(sums);
+        for (int64_t i = 0; i < count; i++)
+            wide[i] += static_cast<float>(load<T>(value + i * sizeof(T)));
     }
 };
+
+/* The numbers of a table, and what they are in float32. */
+struct WideTable {
+    char *x;
+    float *sums;
+    int64_t items, stride; /* of a row */
+};
+
+template <class T>
+static void widen_table(void *context, int64_t begin, int64_t end)
+{
+    const WideTable table = *static_cast<const WideTable *>(context);
+    for (int64_t i = begin; i < end; i++)
+        for (int64_t k = 0; k < table.items; k++)
+            table.sums[i * table.items + k] =
+                static_cast<float>(load<T>(table.x + i * table.stride + k * sizeof(T)));
+}
+
+/* A number that is still what it was is not written: a NaN might come back as another one. */
+template <class T>
+static void round_table(void *context, int64_t begin, int64_t end)
+{
+    const WideTable table = *static_cast<const WideTable *>(context);
+    for (int64_t i = begin; i < end; i++) {
+        for (int64_t k = 0; k < table.items; k++) {
+            const float sum = table.sums[i * table.items + k];
+            char *number = table.x + i * table.stride + k * sizeof(T);
+            const float before = static_cast<float>(load<T>(number));
+            if (bits_as<uint32_t>(sum) != bits_as<uint32_t>(before)) store<T>(number, T(sum));
+        }
+    }
+}
 
 /* Sums for the whole table instead, where that is not much larger than what is added to it. False:
  * there was no room for them. */
@@ -468,32 +492,23 @@ static bool sum_in_table(Work *work)
 {
     const Scatter &given = *work->scatter;
     const int64_t items = given.row_bytes / (int64_t)sizeof(T), places = given.axis_size;
-    const int64_t stride = axis_offset(given, 1);
-    WideSum *sums = static_cast<WideSum *>(calloc((size_t)(places * items), sizeof(WideSum)));
-    if (sums == NULL) return false;
-    const auto number = [&](int64_t i, int64_t k) {
-        return given.x + i * stride + k * (int64_t)sizeof(T);
-    };
-    for (int64_t i = 0; i < places; i++)
-        for (int64_t k = 0; k < items; k++)
-            sums[i * items + k].sum = static_cast<float>(load<T>(number(i, k)));
+    WideTable table = {given.x, NULL, items, axis_offset(given, 1)};
+    table.sums = static_cast<float *>(malloc((size_t)(places * items) * sizeof(float)));
+    if (table.sums == NULL) return false;
+    const int64_t grain = GRAIN_BYTES / (items * (int64_t)sizeof(float)) + 1;
+    parallel_for(places, grain, widen_table<T>, &table);
     Scatter wider = given;
-    wider.x = reinterpret_cast<char *>(sums);
+    wider.x = reinterpret_cast<char *>(table.sums);
     wider.axis_ndim = 1;
-    wider.axis_strides[0] = items * (int64_t)sizeof(WideSum);
+    wider.axis_strides[0] = items * (int64_t)sizeof(float);
     work->scatter = &wider;
     if (items == 1)
         run_rows<AddWider<T, 1>>(work);
     else
         run_rows<AddWider<T, 0>>(work);
     work->scatter = &given;
-    for (int64_t i = 0; i < places; i++) {
-        for (int64_t k = 0; k < items; k++) {
-            const WideSum &wide = sums[i * items + k];
-            if (wide.is_changed) store<T>(number(i, k), T(wide.sum));
-        }
-    }
-    free(sums);
+    parallel_for(places, grain, round_table<T>, &table);
+    free(table.sums);
     return true;
 }
 
