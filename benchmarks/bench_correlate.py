@@ -167,9 +167,12 @@ def _opencv(weights: numpy.ndarray) -> dict:
 
 def _torch(weights: numpy.ndarray) -> Any:
     half = weights.shape[0] // 2
+    there = functools.cache(
+        lambda torch, device: torch.from_numpy(weights).to(device)[None, None]
+    )  # to bring them there is no part of the work
 
     def conv2d(torch: Any, image: Any) -> Any:
-        kernel = torch.from_numpy(weights).to(image.device)[None, None]
+        kernel = there(torch, image.device)
         pad = torch.nn.functional.pad(image[None, None], (half,) * 4, mode="replicate")
         return torch.nn.functional.conv2d(pad, kernel)[0, 0]
 
@@ -177,9 +180,11 @@ def _torch(weights: numpy.ndarray) -> Any:
 
 
 def _cupy(weights: numpy.ndarray) -> Any:
+    there = functools.cache(lambda cupy: cupy.asarray(weights))
+
     def correlate(cupy: Any, image: Any) -> Any:
         their = importlib.import_module("cupyx.scipy.ndimage")
-        return their.correlate(image, cupy.asarray(weights), mode="nearest")
+        return their.correlate(image, there(cupy), mode="nearest")
 
     return correlate
 

@@ -101,24 +101,8 @@ static int read_handle(PyObject *object, uintptr_t *handle)
     return 0;
 }
 
-/* The record of another library's stream, which keeps that library's object alive. CUDA knows the
- * device of a stream, but for the default streams, which every device has behind the same handles:
- * these are of the given one, or where that is -1, of the one on which new arrays are made. */
-static Stream *foreign_stream(State *state, PyObject *object, int device)
-{
-    uintptr_t handle;
-    int found = -1;
-    if (read_handle(object, &handle) < 0) return NULL;
-    Status status = stream_find_device(handle, &found);
-    if (status != STATUS_OK) return raise_status(state, status, "stream", device);
-    if (found < 0) found = device;
-    if (found < 0 && read_ordinal(state, Py_None, "stream", &found) < 0) return NULL;
-    const Owner owner = {release_object, Py_NewRef(object)};
-    return owned_stream(state, found, handle, owner, "stream");
-}
-
-/* The device of another library's default stream, as an attribute of most libraries' streams says
- * it: torch's device_index, CuPy's device_id, the device of cuda.core. */
+/* The device of another library's stream, as an attribute of most libraries' streams says it:
+ * torch's device_index, CuPy's device_id, the device of cuda.core. */
 static int device_of_foreign(PyObject *object, int by_default)
 {
     static const char *const NAMES[] = {"device_index", "device_id", "device"};
@@ -134,6 +118,24 @@ static int device_of_foreign(PyObject *object, int by_default)
         PyErr_Clear();
     }
     return device < 0 ? by_default : device;
+}
+
+/* The record of another library's stream, which keeps that library's object alive. CUDA knows the
+ * device of a stream, but does not tell while it is captured: then the object is asked. Default
+ * streams, which every device has behind the same handles, are of the given one, or where that is
+ * -1, of the one on which new arrays are made. */
+static Stream *foreign_stream(State *state, PyObject *object, int device)
+{
+    uintptr_t handle;
+    int found = -1;
+    if (read_handle(object, &handle) < 0) return NULL;
+    Status status = stream_find_device(handle, &found);
+    if (status != STATUS_OK) return raise_status(state, status, "stream", device);
+    const bool is_default = handle <= 2;
+    if (found < 0) found = is_default ? device : device_of_foreign(object, device);
+    if (found < 0 && read_ordinal(state, Py_None, "stream", &found) < 0) return NULL;
+    const Owner owner = {release_object, Py_NewRef(object)};
+    return owned_stream(state, found, handle, owner, "stream");
 }
 
 static StreamObject *as_stream(State *state, PyObject *object)

@@ -7,10 +7,10 @@
  * the sums that it takes part in. So each sum is taken in the order of the weights, and each pixel
  * that is read serves many sums.
  *
- *     SmallFilter      weights of up to 9 x 9, with every loop unrolled, from the kernel's
- * arguments at no cost; or, where they are on the device, from shared memory LargeFilter      all
- * others: the rows of pixels go through shared memory band by band SeparableFilter  weights of rank
- * one: sums down the columns, and of these along the rows
+ *     SmallFilter      weights of up to 9 x 9, with every loop unrolled: from the kernel's
+ *                      arguments at no cost, or from shared memory if they are on the device
+ *     LargeFilter      all others: the rows of pixels go through shared memory band by band
+ *     SeparableFilter  weights of rank one: sums down the columns, and of these along the rows
  *
  * Tiles inside the image are loaded with as little arithmetic as possible: it was half of all
  * instructions of a filter of 7 x 7. For the others, the border is resolved once for each row and
@@ -20,12 +20,9 @@
 
 #ifdef __CUDACC__
 
-/* Where a loop is there once for each dtype, its code should be short. */
 #ifdef __CUDA_ARCH__
-#define NO_UNROLL _Pragma("unroll 1")
 #define UNROLL_THRICE _Pragma("unroll 3")
 #else
-#define NO_UNROLL
 #define UNROLL_THRICE
 #endif
 
@@ -277,7 +274,7 @@ HOST_DEVICE inline void with_pixel_of(double, Dtype dtype, Function function)
 
 /* Integers are loaded one by one: their sums in float64 take longer than that. */
 template <class Pixel, class Sum>
-constexpr bool HAS_WORDS = sizeof(Sum) == sizeof(float) || sizeof(Pixel) == 0;
+constexpr bool HAS_WORDS = sizeof(Sum) == sizeof(float);
 template <>
 constexpr bool HAS_WORDS<double, double> = true;
 
@@ -1288,14 +1285,18 @@ static Status launch_separable(const Filter &filter, const View &input, const Vi
     body.columns = columns;
     body.tile_rows = tile_rows;
     body.pitch = pitch;
-    /* The first pass takes the size of the weights, lest sums overflow before they are weighted. A
-     * power of two leaves all digits as they are. */
-    float peak = 0;
-    for (int64_t j = 0; j < filter.columns; j++) peak = fmaxf(peak, fabsf(factors.along[j]));
-    const int exponent = ilogbf(peak);
+    /* No sum of the first pass is larger than the pixels, lest it overflows before the second
+     * weights it. A power of two leaves all digits as they are. */
+    float total = 0;
+    for (int i = 0; i < body.rows; i++) total += fabsf(factors.down[i]);
+    const int exponent = -ilogbf(total) - 1;
     for (int i = 0; i < body.rows; i++) body.factors.down[i] = ldexpf(factors.down[i], exponent);
-    for (int j = 0; j < filter.columns; j++)
-        body.factors.along[begin + j] = ldexpf(factors.along[j], -exponent);
+    for (int j = 0; j < filter.columns; j++) {
+        const float weight = ldexpf(factors.along[j], -exponent);
+        *fits = *fits && is_finite(weight);
+        body.factors.along[begin + j] = weight;
+    }
+    if (!*fits) return STATUS_OK;
     return launch_tiles(body, filter, tile_rows, Body::TILE_COLUMNS, Body::THREADS, stream);
 }
 

@@ -643,16 +643,22 @@ static Status run_blocks(DeviceScatter scatter, Scratch *scratch, bool *done)
     return finish_tables(finish, scratch->stream);
 }
 
+template <class Key, class Packed>
+static void set_tiles(const DeviceScatter &scatter, Tiles<Key, Packed> *tiles)
+{
+    constexpr int64_t TILE = Tiles<Key, Packed>::SIZE;
+    tiles->count = (scatter.index_count + TILE - 1) / TILE;
+    tiles->buckets = ((scatter.axis_size - 1) >> tiles->key_bits) + 1;
+}
+
 /* Sorts the tiles; 2 bytes for each tile and bucket, and for each index a key and what goes along.
- */
+ * It is the first kernel of a call, and notes bad indices: all memory is there before. */
 template <class Kind, class Key>
 static Status sort_tiles(DeviceScatter *scatter, Scratch *scratch,
                          Tiles<Key, typename Kind::Packed> *tiles)
 {
     using Packed = typename Kind::Packed;
     constexpr int64_t TILE = Tiles<Key, Packed>::SIZE;
-    tiles->count = (scatter->index_count + TILE - 1) / TILE;
-    tiles->buckets = ((scatter->axis_size - 1) >> tiles->key_bits) + 1;
     void *keys, *packed, *starts;
     Status status = take_rejected(scatter, scratch);
     if (status == STATUS_OK)
@@ -704,18 +710,19 @@ static Status run_tiles(DeviceScatter scatter, Scratch *scratch, bool *done)
     Stream *stream = scratch->stream;
     Tiles<uint16_t, typename Kind::Packed> tiles = {};
     while (1 << tiles.key_bits < ENTRIES) tiles.key_bits++;
-    Status status = sort_tiles<Kind>(&scatter, scratch, &tiles);
+    set_tiles(scatter, &tiles);
 
-    /* As many blocks as run at one time, if there is enough to do. Their tables are 17 MB on an
-     * H200. */
+    /* As many blocks as run at one time, if there is enough to do, and as many as there are buckets
+     * twice. Their tables are 17 MB on an H200, or 34 MB for the most buckets. */
     int64_t most_tables = Table::MIN_BLOCKS * (int64_t)multiprocessors_of(stream->device);
     if (most_tables < 2 * tiles.buckets) most_tables = 2 * tiles.buckets;
     void *tables = NULL, *totals;
-    if (status == STATUS_OK && !Kind::ATOMIC)
-        status = scratch_take(scratch, most_tables * Table::BYTES, &tables);
+    Status status = STATUS_OK;
+    if (!Kind::ATOMIC) status = scratch_take(scratch, most_tables * Table::BYTES, &tables);
     if (status == STATUS_OK)
         status =
             scratch_take(scratch, (2 * tiles.buckets + 1) * (int64_t)sizeof(uint32_t), &totals);
+    if (status == STATUS_OK) status = sort_tiles<Kind>(&scatter, scratch, &tiles);
     if (status != STATUS_OK) return status;
     CountBuckets<uint16_t, typename Kind::Packed> counts = {};
     counts.tiles = tiles;
@@ -809,6 +816,7 @@ static Status run_windows(DeviceScatter scatter, Scratch *scratch)
     constexpr int64_t SECTOR_BYTES = 32;
     AddWindows<T> add = {};
     while (WINDOWS << add.tiles.key_bits < scatter.axis_size) add.tiles.key_bits++;
+    set_tiles(scatter, &add.tiles);
     Status status = sort_tiles<SumOf<T>>(&scatter, scratch, &add.tiles);
     if (status != STATUS_OK) return status;
     add.scatter = scatter;

@@ -442,21 +442,29 @@ static void sum_range(void *context, int64_t begin, int64_t end)
     }
 }
 
+/* A number of the table and what was added to it, in float32. Nothing else is written back: another
+ * thread may be changing it. */
+struct WideSum {
+    float sum;
+    uint32_t is_changed;
+};
+
 template <class T, int COUNT>
 struct AddWider {
     static void row(char *sums, const char *value, int64_t row_bytes)
     {
         const int64_t count = COUNT > 0 ? COUNT : row_bytes / (int64_t)sizeof(T);
-        float *wide = reinterpret_cast<float *>(sums);
-        for (int64_t i = 0; i < count; i++)
-            wide[i] += static_cast<float>(load<T>(value + i * sizeof(T)));
+        WideSum *wide = reinterpret_cast<WideSum *>(sums);
+        for (int64_t i = 0; i < count; i++) {
+            const float number = static_cast<float>(load<T>(value + i * sizeof(T)));
+            wide[i] = {wide[i].sum + number, 1};
+        }
     }
 };
 
-/* The numbers of a table, and what they are in float32. */
 struct WideTable {
     char *x;
-    float *sums;
+    WideSum *sums;
     int64_t items, stride; /* of a row */
 };
 
@@ -466,21 +474,18 @@ static void widen_table(void *context, int64_t begin, int64_t end)
     const WideTable table = *static_cast<const WideTable *>(context);
     for (int64_t i = begin; i < end; i++)
         for (int64_t k = 0; k < table.items; k++)
-            table.sums[i * table.items + k] =
-                static_cast<float>(load<T>(table.x + i * table.stride + k * sizeof(T)));
+            table.sums[i * table.items + k] = {
+                static_cast<float>(load<T>(table.x + i * table.stride + k * sizeof(T))), 0};
 }
 
-/* A number that is still what it was is not written: a NaN might come back as another one. */
 template <class T>
 static void round_table(void *context, int64_t begin, int64_t end)
 {
     const WideTable table = *static_cast<const WideTable *>(context);
     for (int64_t i = begin; i < end; i++) {
         for (int64_t k = 0; k < table.items; k++) {
-            const float sum = table.sums[i * table.items + k];
-            char *number = table.x + i * table.stride + k * sizeof(T);
-            const float before = static_cast<float>(load<T>(number));
-            if (bits_as<uint32_t>(sum) != bits_as<uint32_t>(before)) store<T>(number, T(sum));
+            const WideSum &wide = table.sums[i * table.items + k];
+            if (wide.is_changed) store<T>(table.x + i * table.stride + k * sizeof(T), T(wide.sum));
         }
     }
 }
@@ -493,14 +498,14 @@ static bool sum_in_table(Work *work)
     const Scatter &given = *work->scatter;
     const int64_t items = given.row_bytes / (int64_t)sizeof(T), places = given.axis_size;
     WideTable table = {given.x, NULL, items, axis_offset(given, 1)};
-    table.sums = static_cast<float *>(malloc((size_t)(places * items) * sizeof(float)));
+    table.sums = static_cast<WideSum *>(malloc((size_t)(places * items) * sizeof(WideSum)));
     if (table.sums == NULL) return false;
-    const int64_t grain = GRAIN_BYTES / (items * (int64_t)sizeof(float)) + 1;
+    const int64_t grain = GRAIN_BYTES / (items * (int64_t)sizeof(WideSum)) + 1;
     parallel_for(places, grain, widen_table<T>, &table);
     Scatter wider = given;
     wider.x = reinterpret_cast<char *>(table.sums);
     wider.axis_ndim = 1;
-    wider.axis_strides[0] = items * (int64_t)sizeof(float);
+    wider.axis_strides[0] = items * (int64_t)sizeof(WideSum);
     work->scatter = &wider;
     if (items == 1)
         run_rows<AddWider<T, 1>>(work);
@@ -516,9 +521,11 @@ template <class T>
 static Status sum_rows(Work *work)
 {
     const Scatter &scatter = *work->scatter;
-    constexpr int64_t FEW_PLACES = 4; /* of the table, to an index */
+    /* Numbers of the table to an index: for wider rows than these, sorting is quicker. */
+    constexpr int64_t FEW_NUMBERS = 4;
+    const int64_t items = scatter.row_bytes / (int64_t)sizeof(T);
     if (scatter.outer == 0 && scatter.inner == 0 && scatter.axis_ndim <= 1 &&
-        scatter.axis_size / FEW_PLACES <= scatter.index_count && sum_in_table<T>(work))
+        scatter.axis_size <= FEW_NUMBERS * scatter.index_count / items && sum_in_table<T>(work))
         return STATUS_OK;
     const size_t bytes = (size_t)scatter.index_count * sizeof(Entry);
     Entry *entries = static_cast<Entry *>(malloc(2 * bytes));

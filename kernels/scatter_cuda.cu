@@ -615,8 +615,13 @@ Status scatter_on_device(const Call *call, const Scatter &scatter)
         return STATUS_OK;
     }
     const int64_t alignment = scatter_alignment(device);
-    if (is_small(device, scatter.adds ? dtype_bytes(scatter.dtype) : alignment))
-        return run_small(device, scatter, alignment, call->stream);
+    const int64_t unit_bytes = scatter.adds ? dtype_bytes(scatter.dtype) : alignment;
+    /* Values may be broadcast, and so be more than any memory holds. */
+    constexpr int64_t MOST_UNITS = (int64_t)INT32_MAX * THREADS;
+    if (device.row_bytes > 0 && device.rows > MOST_UNITS / (device.row_bytes / unit_bytes))
+        return fail(STATUS_VALUE_ERROR, "%lld rows of %lld bytes are more than one call can take",
+                    (long long)device.rows, (long long)device.row_bytes);
+    if (is_small(device, unit_bytes)) return run_small(device, scatter, alignment, call->stream);
 
     Scratch scratch = {};
     scratch.stream = call->stream;

@@ -259,6 +259,25 @@ def test_edges_of_tiles(gpuops, dtype, shape):
 
 
 @pytest.mark.parametrize("dtype", ["f4", "f8"])
+def test_many_tiles(gpuops, device, dtype):
+    """Where there is enough for a whole GPU to do, tiles are larger, and threads do more."""
+    images = random_image((270, 20, 30), dtype)
+    images[::40, 5, 7] = np.nan
+    # One size for each kernel; the fake runtime takes seconds for as many tiles.
+    for size in (3, 5, 7, 9, 11, 15) if device.name == "cuda" else (3, 11):
+        weights = random_weights((size, size))
+        weights[1, 1] = 0
+        sums = reference.correlate(images, weights)
+        results = [gpuops.correlate(images, weights)]
+        if device.name == "cuda":
+            on_device = gpuops.correlate(*map(gpuops.to_device, (images, weights)))
+            results += [on_device.to_host()]
+        for result in results:
+            same(np.isnan(result), np.isnan(sums))
+            assert np.allclose(result, sums, rtol=1e-4, atol=1e-4, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", ["f4", "f8"])
 @pytest.mark.parametrize("size", [(35, 40), (1, 230), (2, 500), (120, 3)])
 def test_weights_in_parts(gpuops, dtype, size):
     """More weights than a kernel takes by value, and rows that do not fit into shared memory."""
@@ -631,3 +650,17 @@ def test_sums_that_would_overflow_without_their_weights(gpuops):
     weights = np.full((11, 11), 0.01)
     result = gpuops.correlate(image, weights, mode="nearest")
     np.testing.assert_allclose(result, np.float32(1.21e38), rtol=1e-5)
+
+
+@pytest.mark.parametrize("middle", [1, 0])
+def test_large_pixels_reach_no_further_than_the_weights(gpuops, middle):
+    """Weights of rank one are two passes, of which the first must not overflow."""
+    image = np.zeros((40, 80), "f4")
+    image[:, 40] = 1e38
+    weights = np.ones((11, 11))
+    weights[:, 5] = middle
+    result = gpuops.correlate(image, weights)
+    assert (result[:, :35] == 0).all() and (result[:, 46:] == 0).all()
+    assert np.isinf(result[:, 38:40]).all()
+    if not middle:
+        assert (result[:, 40] == 0).all()

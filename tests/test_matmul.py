@@ -576,6 +576,20 @@ print(blas.fake_blas_products())
     )
 
 
+def test_blas_leaves_batches_of_tiny_matrices_to_us(with_blas):
+    printed = with_blas("""
+for first, second, dtype in [
+    ((1024, 4, 4), (1024, 4, 4), "f4"), ((1023, 4, 4), (1023, 4, 4), "f4"),
+    ((1024, 4, 9), (1024, 9, 4), "f4"), ((1024, 4, 4), (1024, 4, 4), "f8"),
+]:
+    a, b = np.ones(first, dtype), np.ones(second, dtype)
+    before = blas.fake_blas_products()
+    assert (gpuops.matmul(a, b, device="cuda") == first[-1]).all()
+    print(blas.fake_blas_products() - before)
+""")
+    assert printed.split() == ["0", "1", "1", "1"]
+
+
 def test_blas_rounds_to_tf32_when_asked_only(with_blas):
     """The fake library takes TF32, and 16-bit sums, wherever the caller has not ruled them out."""
     printed = with_blas(

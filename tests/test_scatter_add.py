@@ -1,8 +1,10 @@
 """scatter_add: `numpy.add.at` along an axis. What it shares with scatter is in test_scatter.py."""
 
+import threading
+
 import numpy as np
 import pytest
-from helpers import INDEX_DTYPES, Guarded
+from helpers import INDEX_DTYPES, Guarded, run_child
 from numpy.exceptions import AxisError
 
 INTEGERS = ["i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8"]
@@ -443,3 +445,45 @@ def test_an_empty_axis_has_no_places(gpuops, count):
     for dtype in ("f2", "f4", "i8"):
         with pytest.raises(IndexError):
             gpuops.scatter_add(np.zeros(0, dtype), np.zeros(count, int), np.ones(count, dtype))
+
+
+def test_more_than_one_call_can_take(gpu):
+    """Values of which every one is the same need no memory, however many they are."""
+    gpuops = gpu.gpuops
+    x = gpuops.zeros((2, (1 << 20) + 1), np.float16)
+    with pytest.raises(ValueError, match="more than one call can take"):
+        gpuops.scatter_add(x, np.zeros(1 << 20, np.int8), 1, mode="fill")
+    assert not x.to_host().any()
+
+
+def test_two_threads_add_to_places_of_their_own(cpu_device):
+    """What no index names is not written, not even with the value that it had before."""
+    x = np.zeros(1 << 17, np.float16)
+
+    def add(first):
+        mine = np.arange(first, len(x), 2)
+        for _ in range(20):
+            cpu_device.gpuops.scatter_add(x, mine, np.float16(1), device="cpu")
+
+    threads = [threading.Thread(target=add, args=(first,)) for first in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (x == 20).all()
+
+
+def test_scratch_memory_goes_with_what_is_added(cpu_device):
+    source = """
+import resource
+import numpy as np
+import gpuops
+
+x = np.ones((7, 1 << 20), np.float16)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+gpuops.scatter_add(x, [3], np.float16(1), device="cpu")
+kibibytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+assert kibibytes < 16 << 10, kibibytes
+assert (x[3] == 2).all() and (x[:3] == 1).all()
+"""
+    run_child(cpu_device.gpuops, source)

@@ -391,6 +391,22 @@ def test_another_librarys_default_stream_of_another_device(gpuops, two_devices):
         assert gpuops.Stream.from_external(default).device == 0
 
 
+def test_another_librarys_captured_stream_of_another_device(gpuops, two_devices, fake_device):
+    """CUDA does not tell the device of a captured stream, so the object is asked."""
+    if gpuops is not fake_device.gpuops:
+        pytest.skip("needs the fake runtime")
+    there = gpuops.Stream(1)
+    stranger = foreign(there)
+    stranger.device_index = 1
+    fake_device.fake.set_capturing(there.ptr, True)
+    try:
+        with pytest.raises(ValueError, match="cuda:1"):
+            gpuops.gather(gpuops.zeros(3, device=0), [0], stream=stranger)
+        assert gpuops.Stream.from_external(stranger).device == 1
+    finally:
+        fake_device.fake.set_capturing(there.ptr, False)
+
+
 # Waiting.
 
 
