@@ -215,4 +215,38 @@ static inline bool with_complex(Dtype dtype, Function function)
     }
 }
 
+/* The same on either side, of every dtype that is neither complex nor opaque. */
+template <class Function>
+HOST_DEVICE inline void with_real_on_device(Dtype dtype, const Function &function)
+{
+    switch (dtype) {
+    case DTYPE_BOOL:
+        return function(Bool());
+    case DTYPE_INT8:
+        return function(int8_t());
+    case DTYPE_INT16:
+        return function(int16_t());
+    case DTYPE_INT32:
+        return function(int32_t());
+    case DTYPE_INT64:
+        return function(int64_t());
+    case DTYPE_UINT8:
+        return function(uint8_t());
+    case DTYPE_UINT16:
+        return function(uint16_t());
+    case DTYPE_UINT32:
+        return function(uint32_t());
+    case DTYPE_UINT64:
+        return function(uint64_t());
+    case DTYPE_FLOAT16:
+        return function(Half());
+    case DTYPE_BFLOAT16:
+        return function(BFloat16());
+    case DTYPE_FLOAT32:
+        return function(float());
+    default:
+        return function(double());
+    }
+}
+
 #endif

@@ -115,38 +115,9 @@ HOST_DEVICE static void narrow(const Wide &wide, Complex<Real> *item)
 template <class Function>
 HOST_DEVICE static void with_item(Dtype dtype, const Function &function)
 {
-    switch (dtype) {
-    case DTYPE_BOOL:
-        return function(Bool());
-    case DTYPE_INT8:
-        return function(int8_t());
-    case DTYPE_INT16:
-        return function(int16_t());
-    case DTYPE_INT32:
-        return function(int32_t());
-    case DTYPE_INT64:
-        return function(int64_t());
-    case DTYPE_UINT8:
-        return function(uint8_t());
-    case DTYPE_UINT16:
-        return function(uint16_t());
-    case DTYPE_UINT32:
-        return function(uint32_t());
-    case DTYPE_UINT64:
-        return function(uint64_t());
-    case DTYPE_FLOAT16:
-        return function(Half());
-    case DTYPE_BFLOAT16:
-        return function(BFloat16());
-    case DTYPE_FLOAT32:
-        return function(float());
-    case DTYPE_FLOAT64:
-        return function(double());
-    case DTYPE_COMPLEX64:
-        return function(Complex<float>());
-    default:
-        return function(Complex<double>());
-    }
+    if (dtype == DTYPE_COMPLEX64) return function(Complex<float>());
+    if (dtype == DTYPE_COMPLEX128) return function(Complex<double>());
+    with_real_on_device(dtype, function);
 }
 
 struct ConvertItems {

@@ -221,39 +221,6 @@ HOST_DEVICE inline Sum load_pixels(const Images<Sum> &in, const char *image,
     return check;
 }
 
-template <class Function>
-HOST_DEVICE inline void with_pixel_on_device(Dtype dtype, Function function)
-{
-    switch (dtype) {
-    case DTYPE_BOOL:
-        return function(Bool());
-    case DTYPE_INT8:
-        return function(int8_t());
-    case DTYPE_INT16:
-        return function(int16_t());
-    case DTYPE_INT32:
-        return function(int32_t());
-    case DTYPE_INT64:
-        return function(int64_t());
-    case DTYPE_UINT8:
-        return function(uint8_t());
-    case DTYPE_UINT16:
-        return function(uint16_t());
-    case DTYPE_UINT32:
-        return function(uint32_t());
-    case DTYPE_UINT64:
-        return function(uint64_t());
-    case DTYPE_FLOAT16:
-        return function(Half());
-    case DTYPE_BFLOAT16:
-        return function(BFloat16());
-    case DTYPE_FLOAT32:
-        return function(float());
-    default:
-        return function(double());
-    }
-}
-
 /* Those of with_pixel that are summed in float32. */
 template <class Function>
 HOST_DEVICE inline void with_pixel_of(float, Dtype dtype, Function function)
@@ -269,7 +236,7 @@ HOST_DEVICE inline void with_pixel_of(float, Dtype dtype, Function function)
 template <class Function>
 HOST_DEVICE inline void with_pixel_of(double, Dtype dtype, Function function)
 {
-    with_pixel_on_device(dtype, function);
+    with_real_on_device(dtype, function);
 }
 
 /* Integers are loaded one by one: their sums in float64 take longer than that. */
@@ -398,7 +365,7 @@ struct GivenWeights {
         const int64_t j = flipped ? columns - 1 - column : column;
         const char *place = data + i * row_stride + j * column_stride;
         Sum weight = 0;
-        with_pixel_on_device(dtype, [&](auto pixel) {
+        with_real_on_device(dtype, [&](auto pixel) {
             pixel = *reinterpret_cast<const decltype(pixel) *>(place);
             weight = without_tiny<Sum>(from_pixel<double>(pixel));
         });
