@@ -30,6 +30,7 @@ def cases(run: Run) -> Iterator[Case]:
     table = run.random.random(SIZE, dtype=numpy.float32)
     indices = [(run.random.integers(0, SIZE, COUNT),) for _ in range(4)]
     yield calls(table, indices)
+    yield launches(table)
     yield parts(table, indices[0][0])
 
 
@@ -81,6 +82,45 @@ def cupy_calls(nothing: numpy.ndarray) -> dict:
     return peers.cupy_gpu("take", lambda cupy, x, i: cupy.take(x, i), **QUEUED) | peers.cupy_gpu(
         "take, out=", lambda cupy, x, i: cupy.take(x, i, out=out), **QUEUED
     )
+
+
+SAXPY = """
+extern "C" __global__ void saxpy(float a, const float* x, const float* y, float* out)
+{
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < 1000) out[i] = a * x[i] + y[i];
+}
+"""
+
+
+def launches(table: numpy.ndarray) -> Case:
+    """Launch a kernel of one's own on three arrays and a scalar."""
+    blocks, threads = -(-SIZE // 256), 256
+    contestants = {}
+    try:
+        kernel = gpuops.compile(SAXPY)["saxpy"]
+    except gpuops.CompileError:
+        pass  # There is no NVRTC.
+    else:
+        ours = [gpuops.to_device(table) for _ in range(3)]
+        bound = kernel[blocks, threads]
+        contestants["gpuops, kernel[grid, block](...)"] = Contestant(
+            lambda: kernel[blocks, threads](2.5, *ours), **QUEUED
+        )
+        contestants["gpuops, the brackets once"] = Contestant(lambda: bound(2.5, *ours), **QUEUED)
+    if cupy := peers.cupy_on_gpu():
+        raw = cupy.RawKernel(SAXPY, "saxpy")
+        theirs = [cupy.asarray(table) for _ in range(3)]
+        scalar = numpy.float32(2.5)
+        contestants["CuPy, RawKernel"] = Contestant(
+            lambda: raw((blocks,), (threads,), (scalar, *theirs)), **QUEUED
+        )
+    contestants["driver: launch of an empty kernel"] = Contestant(Driver().launch(), **QUEUED)
+    targets = []
+    for name in contestants:
+        if name.startswith("gpuops"):
+            targets.append(Target(name, seconds=4.2e-6))
+    return Case("launch of a kernel on three arrays", contestants, reference=None, targets=targets)
 
 
 def parts(table: numpy.ndarray, indices: numpy.ndarray) -> Case:

@@ -121,6 +121,9 @@ void *raise_status(State *state, Status status, const char *op, int device)
     case STATUS_FORKED:
         raise_device_error(state->forked_process_error, op, device);
         break;
+    case STATUS_LIBRARY_ERROR:
+        PyErr_Format(PyExc_OSError, "%s", text);
+        break;
     }
     return NULL;
 }
@@ -294,14 +297,18 @@ static int check_device_argument(const Operand *leader, PyObject *device)
     return -1;
 }
 
+Stream *stream_of_call(State *state, PyObject *stream, const Operand *leader, int device)
+{
+    const bool follows = leader != NULL && leader->stream != NULL;
+    if (stream == Py_None && follows && thread_stream(device) == NULL)
+        return stream_hold(leader->stream);
+    return read_stream(state, stream, device);
+}
+
 /* The stream of a call between arrays on a device, held; and the arrays that wait to be told. */
 static int open_stream(State *state, Arguments *arguments, const Operand *leader, Stream **stream)
 {
-    const int device = leader->view.device;
-    if (arguments->stream == Py_None && leader->stream != NULL && thread_stream(device) == NULL)
-        *stream = stream_hold(leader->stream);
-    else
-        *stream = read_stream(state, arguments->stream, device);
+    *stream = stream_of_call(state, arguments->stream, leader, leader->view.device);
     if (*stream == NULL) return -1;
     for (int i = 0; i <= arguments->count; i++) {
         Operand *operand = i < arguments->count ? &arguments->inputs[i] : &arguments->out;

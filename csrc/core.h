@@ -67,7 +67,10 @@ typedef struct State {
     Signature signatures[OPERATORS];
     PyObject *device_error, *device_lost_error, *forked_process_error;
     PyTypeObject *array_type, *stream_type, *event_type;
-    PyObject *libraries; /* dict: type -> what operand.c knows of it, or None */
+    PyTypeObject *module_type, *kernel_type, *launcher_type, *pointer_type;
+    PyTypeObject *in_type, *out_type, *in_out_type;
+    PyObject *attributes_type; /* the named tuple that Kernel.attributes is */
+    PyObject *libraries;       /* dict: type -> what operand.c knows of it, or None */
     /* Interned: "__dlpack_c_exchange_api__", and three attributes of tensors. */
     PyObject *exchange_api_name, *requires_grad_name, *is_conj_name, *is_neg_name;
 } State;
@@ -188,6 +191,9 @@ int read_option(Role role, PyObject *value, Call *call);
 /* call.c */
 PyObject *call_operator(PyObject *module, int op, PyObject *const *args, Py_ssize_t count,
                         PyObject *names);
+/* The stream of a call on a device, held: the one that stream= names, or that of the thread, or
+ * that on which the library of the first array on the device works, if there is one that tells. */
+Stream *stream_of_call(State *state, PyObject *stream, const Operand *leader, int device);
 Status without_gil(Status (*work)(void *), void *context);
 void *raise_status(State *state, Status status, const char *op, int device);
 
@@ -237,6 +243,7 @@ extern PyMethodDef create_methods[]; /* to_device, empty, zeros, asarray, memory
 
 /* stream.c: each gives one more reference, or NULL with an exception. */
 int add_stream_types(PyObject *module, State *state);
+PyTypeObject *add_type(PyObject *module, PyType_Spec *spec); /* a new reference */
 /* What a stream= argument names on a device: an object with __cuda_stream__, or None for the
  * current stream of this thread (`with stream:`), which is the legacy default stream unless it was
  * set. */
@@ -279,6 +286,13 @@ int add_exchange_api(PyTypeObject *array_type);
 /* matmul.c: what NumPy does; and a finder for blas_set_finder. */
 int matmul_on_host(PyArrayObject *a, PyArrayObject *b, PyArrayObject *out);
 bool find_blas(char *path, size_t size);
+
+/* nvrtc.c */
+extern PyMethodDef nvrtc_methods[]; /* _nvrtc_open, _nvrtc_compile, ... */
+
+/* rtc.c: Module, Kernel, what a launch takes; _load_module */
+int add_module_types(PyObject *module, State *state);
+extern PyMethodDef module_methods[];
 
 /* interface.c: the getter of __cuda_array_interface__. */
 PyObject *array_cuda_interface(PyObject *self, void *unused);

@@ -96,9 +96,11 @@ static int execute(PyObject *module)
         state->is_neg_name == NULL)
         return -1;
     if (add_array_type(module, state) < 0 || add_stream_types(module, state) < 0 ||
-        add_exchange_api(state->array_type) < 0 || add_memory_info_type(module) < 0)
+        add_exchange_api(state->array_type) < 0 || add_memory_info_type(module) < 0 ||
+        add_module_types(module, state) < 0)
         return -1;
-    PyMethodDef *const methods[] = {operator_methods, create_methods, stream_methods};
+    PyMethodDef *const methods[] = {operator_methods, create_methods, stream_methods, nvrtc_methods,
+                                    module_methods};
     for (size_t i = 0; i < sizeof methods / sizeof methods[0]; i++)
         if (PyModule_AddFunctions(module, methods[i]) < 0) return -1;
     if (leave_at_exit(module) < 0) return -1;
@@ -114,6 +116,14 @@ static int traverse(PyObject *module, visitproc visit, void *arg)
     Py_VISIT(state->array_type);
     Py_VISIT(state->stream_type);
     Py_VISIT(state->event_type);
+    Py_VISIT(state->module_type);
+    Py_VISIT(state->kernel_type);
+    Py_VISIT(state->launcher_type);
+    Py_VISIT(state->pointer_type);
+    Py_VISIT(state->in_type);
+    Py_VISIT(state->out_type);
+    Py_VISIT(state->in_out_type);
+    Py_VISIT(state->attributes_type);
     Py_VISIT(state->libraries);
     return 0;
 }
@@ -127,6 +137,14 @@ static int clear(PyObject *module)
     Py_CLEAR(state->array_type);
     Py_CLEAR(state->stream_type);
     Py_CLEAR(state->event_type);
+    Py_CLEAR(state->module_type);
+    Py_CLEAR(state->kernel_type);
+    Py_CLEAR(state->launcher_type);
+    Py_CLEAR(state->pointer_type);
+    Py_CLEAR(state->in_type);
+    Py_CLEAR(state->out_type);
+    Py_CLEAR(state->in_out_type);
+    Py_CLEAR(state->attributes_type);
     Py_CLEAR(state->libraries);
     Py_CLEAR(state->exchange_api_name);
     Py_CLEAR(state->requires_grad_name);

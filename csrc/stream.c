@@ -810,7 +810,7 @@ static PyType_Spec event_spec = {
     .slots = event_type_slots,
 };
 
-static PyTypeObject *add_type(PyObject *module, PyType_Spec *spec)
+PyTypeObject *add_type(PyObject *module, PyType_Spec *spec)
 {
     PyTypeObject *type = (PyTypeObject *)PyType_FromModuleAndSpec(module, spec, NULL);
     if (type != NULL && PyModule_AddType(module, type) < 0) Py_CLEAR(type);

@@ -16,15 +16,17 @@ Memory of the GPU
     memory_info, MemoryInfo, memory_limit, empty_cache
 Devices
     device, devices, device_count, is_available, hello, show_config
+Your own kernels
+    compile, Module, Kernel, In, Out, InOut, Pointer; in Jupyter ``%load_ext gpuops``
 Errors
-    DeviceError, DeviceLostError, ForkedProcessError
+    DeviceError, DeviceLostError, ForkedProcessError, CompileError
 
 Importing this package makes no CUDA call. Run ``python -m gpuops demo`` to see it at work.
 """
 
 import contextlib
 import threading
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 try:
     from ._core import __version__
@@ -40,8 +42,25 @@ except ModuleNotFoundError:
 from . import _core
 from ._core import *  # noqa: F403
 
+# The compiler of kernels is not always asked for, and its code stays out of the import until then.
+_LAZY = ["CompileError", "compile"]
+
 __all__ = ["Device", "__version__", "device", "devices", "show_config"]
 __all__ += [name for name in vars(_core) if not name.startswith("_")]
+__all__ += _LAZY
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from . import _compile
+
+    globals().update({lazy: getattr(_compile, lazy) for lazy in _LAZY})
+    return globals()[name]
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})
 
 
 class Device(NamedTuple):
@@ -159,3 +178,10 @@ def show_config(mode: str = "stdout") -> dict | None:
         raise ValueError(f"mode must be 'stdout' or 'dicts' (got {mode!r})")
     print(report())
     return None
+
+
+def load_ipython_extension(shell: Any) -> None:
+    """Register ``%%cuda`` and ``%gpu_timeit``; ``%load_ext gpuops`` calls this."""
+    from .ipython import load_magics
+
+    load_magics(shell)

@@ -2,13 +2,20 @@ import contextlib
 import threading
 from typing import Any, Literal, NamedTuple, Self, TypeAlias, overload
 
+from ._compile import CompileError, compile  # noqa: A004
 from ._core import (
     DeviceArray,
     DeviceError,
     DeviceLostError,
     Event,
     ForkedProcessError,
+    In,
+    InOut,
+    Kernel,
     MemoryInfo,
+    Module,
+    Out,
+    Pointer,
     Stream,
     __version__,
     add,
@@ -40,17 +47,25 @@ from ._core import (
 )
 
 __all__ = [
+    "CompileError",
     "Device",
     "DeviceArray",
     "DeviceError",
     "DeviceLostError",
     "Event",
     "ForkedProcessError",
+    "In",
+    "InOut",
+    "Kernel",
     "MemoryInfo",
+    "Module",
+    "Out",
+    "Pointer",
     "Stream",
     "__version__",
     "add",
     "asarray",
+    "compile",
     "convolve",
     "correlate",
     "current_stream",
@@ -99,3 +114,4 @@ def devices() -> list[Device]: ...
 def show_config(mode: Literal["stdout"] = "stdout") -> None: ...
 @overload
 def show_config(mode: Literal["dicts"]) -> dict[str, Any]: ...
+def load_ipython_extension(shell: Any) -> None: ...

@@ -1,5 +1,6 @@
 # The signatures are those of kernels/ops.def; `python -m mypy.stubtest gpuops` compares them.
 from collections.abc import Sequence
+from os import PathLike
 from types import EllipsisType, TracebackType
 from typing import (
     Any,
@@ -172,6 +173,100 @@ class MemoryInfo(NamedTuple):
     total: int
     peak: int
     limit: int | None
+
+_Dimensions: TypeAlias = (
+    SupportsIndex
+    | tuple[SupportsIndex]
+    | tuple[SupportsIndex, SupportsIndex]
+    | tuple[SupportsIndex, SupportsIndex, SupportsIndex]
+)
+
+class _KernelAttributes(NamedTuple):
+    registers: int
+    shared_bytes: int
+    local_bytes: int
+    constant_bytes: int
+    max_threads: int
+    ptx_version: int
+    binary_version: int
+
+# What a launch takes: arrays, In, Out, InOut, Pointer and numbers, as the kernel has it.
+class _Launcher(Protocol):
+    def __call__(self, *args: Any) -> None: ...
+
+@final
+class In:
+    def __new__(cls, array: _AnyArray, /) -> Self: ...
+    @property
+    def array(self) -> Any: ...
+
+@final
+class Out:
+    def __new__(cls, array: _Target, /) -> Self: ...
+    @property
+    def array(self) -> Any: ...
+
+@final
+class InOut:
+    def __new__(cls, array: _Target, /) -> Self: ...
+    @property
+    def array(self) -> Any: ...
+
+@final
+class Pointer:
+    def __new__(cls, address: SupportsIndex, /) -> Self: ...
+    def __index__(self) -> int: ...
+    @property
+    def address(self) -> int: ...
+
+@final
+class Kernel:
+    @property
+    def name(self) -> str: ...
+    @property
+    def module(self) -> Module: ...
+    @property
+    def attributes(self) -> _KernelAttributes: ...
+    @property
+    def max_dynamic_shared_bytes(self) -> int: ...
+    @max_dynamic_shared_bytes.setter
+    def max_dynamic_shared_bytes(self, bytes: SupportsIndex, /) -> None: ...  # noqa: A002
+    def __getitem__(
+        self,
+        key: tuple[_Dimensions, _Dimensions]
+        | tuple[_Dimensions, _Dimensions, _SupportsStream | None]
+        | tuple[_Dimensions, _Dimensions, _SupportsStream | None, SupportsIndex],
+        /,
+    ) -> _Launcher: ...
+    def launch(
+        self,
+        grid: _Dimensions,
+        block: _Dimensions,
+        /,
+        *args: Any,
+        stream: _SupportsStream | None = None,
+        shared_bytes: SupportsIndex = 0,
+    ) -> None: ...
+    def forall(
+        self,
+        count: SupportsIndex,
+        /,
+        *,
+        stream: _SupportsStream | None = None,
+        shared_bytes: SupportsIndex = 0,
+    ) -> _Launcher: ...
+
+@final
+class Module:
+    @property
+    def cubin(self) -> bytes: ...
+    @property
+    def device(self) -> int | None: ...
+    @property
+    def kernels(self) -> tuple[str, ...]: ...
+    def __getitem__(self, name: str, /) -> Kernel: ...
+    def get_function(self, name: str, /) -> Kernel: ...
+    def get_global(self, name: str, /, dtype: DTypeLike = "uint8") -> DeviceArray: ...
 
 def to_device(
     x: _AnyArray, /, *, device: _Device = None, stream: _SupportsStream | None = None
@@ -795,3 +890,22 @@ def device_count() -> int: ...
 def _exchange_device(spec: _Device, /) -> _Device: ...
 def _device_info(ordinal: SupportsIndex, /) -> tuple[str, int, int, int, int]: ...
 def _config() -> dict[str, Any]: ...
+def _nvrtc_open(path: str | bytes | PathLike[str] | None, /) -> tuple[int, int]: ...
+def _nvrtc_compile(
+    source: bytes,
+    name: bytes,
+    options: tuple[bytes, ...],
+    headers: dict[bytes, bytes] | None,
+    name_expressions: tuple[bytes, ...],
+    /,
+) -> tuple[str | None, bytes | None, bytes, dict[bytes, str]]: ...
+def _cubin_kernels(cubin: bytes, /) -> tuple[str, ...]: ...
+def _find_device(device: _Device, operator: str, /) -> tuple[int, int, int]: ...
+def _driver_version() -> int: ...
+def _load_module(
+    cubin: bytes,
+    kernels: dict[str, tuple[str, tuple[tuple[str | None, str | None], ...] | None]],
+    device: _Device,
+    globals: dict[str, str],  # noqa: A002
+    /,
+) -> Module: ...

@@ -6,6 +6,7 @@ import platform
 import numpy
 
 from . import _core, devices
+from ._compile import CompileError, find_nvrtc
 
 ENVIRONMENT = (
     "GPUOPS_DEVICE",
@@ -13,6 +14,8 @@ ENVIRONMENT = (
     "GPUOPS_LAUNCH_BLOCKING",
     "GPUOPS_BLAS",
     "GPUOPS_CUBLASLT",
+    "GPUOPS_NVRTC",
+    "GPUOPS_CACHE_DIR",
     "CUDA_VISIBLE_DEVICES",
 )
 
@@ -21,6 +24,7 @@ def configuration() -> dict:
     """Collect every fact of the report."""
     facts = dict(_core._config())
     facts["devices"] = [found._asdict() for found in devices()] if facts["device_count"] else []
+    facts["nvrtc"] = _nvrtc()
     facts["python"] = platform.python_version()
     facts["numpy"] = numpy.__version__
     facts["environment"] = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
@@ -48,9 +52,19 @@ def report() -> str:
     else:
         lines.append(("GPU", "none; every call runs on the CPU, with the same results"))
         lines.append(("  because", facts["cuda_problem"] or "the machine has no CUDA device"))
+    lines.append(("compile", facts["nvrtc"]))
     lines += [(name, value) for name, value in facts["environment"].items()]
     width = max(len(name) for name, _ in lines)
     return "\n".join(f"{name:{width}}  {value}" for name, value in lines)
+
+
+def _nvrtc() -> str:
+    try:
+        found = find_nvrtc()
+    except CompileError as error:
+        return str(error).partition("\n")[0]
+    version = ".".join(map(str, found.version))
+    return f"NVRTC {version}, {found.path or 'as the dynamic linker finds it'}"
 
 
 def _cuda_build(facts: dict) -> str:

@@ -73,6 +73,22 @@ Status cuda_status(cudaError_t code, const char *call);
         if (__builtin_expect(code_ != cudaSuccess, 0)) return cuda_status(code_, #call);           \
     } while (0)
 
+/* memory.cu: while any stream of the process is captured, CUDA forbids some calls to the careless,
+ * and spoils the capture. Between these two they do no harm. */
+Status captures_ignore(int *mode);
+void captures_heed(int mode);
+
+template <class Function>
+Status in_spite_of_captures(const Function &function)
+{
+    int mode;
+    Status status = captures_ignore(&mode);
+    if (status != STATUS_OK) return status;
+    function();
+    captures_heed(mode);
+    return STATUS_OK;
+}
+
 /* runtime.cu: makes a device current, and the one before it again. */
 Status device_enter(int device, int *previous);
 void device_leave(int device, int previous);
@@ -151,6 +167,8 @@ Status new_view(const View *like, Stream *stream, View *view);
 Status pack_on_device(const View *source, Stream *stream, View *packed);
 /* Copies between arrays on the stream's device, which is current. */
 Status copy_on_device(const View *target, const View *source, Stream *stream);
+/* The failure of work on a captured stream that an array on the host takes part in. */
+Status refuse_host_in_capture(void);
 
 /* convert.cu: the same elements in the target's dtype, both on the stream's device, which is
  * current.
@@ -241,6 +259,9 @@ Status stream_drain(void *stream);
 bool launches_block(void);
 
 Status launch_kernel(const void *kernel, Grid grid, void **arguments, void *stream);
+/* The same for grids and blocks of three dimensions, and blocks with dynamic shared memory. */
+Status launch_kernel(const void *kernel, dim3 grid, dim3 block, size_t shared_bytes,
+                     void **arguments, void *stream);
 
 /* A kernel is a functor: its members are the arguments, operator()(Thread) is the body, and
  * MAX_THREADS is the largest block that it is launched with. Of those with shared memory, one may

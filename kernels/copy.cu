@@ -271,7 +271,7 @@ Status new_view(const View *like, Stream *stream, View *view)
 }
 
 /* A graph would read the memory of the host whenever it runs, and that may be gone by then. */
-static Status refuse_host_in_capture(void)
+Status refuse_host_in_capture(void)
 {
     return fail(STATUS_VALUE_ERROR,
                 "the stream is being captured into a graph, and what is on the host cannot take "

@@ -28,6 +28,8 @@ typedef enum Status {
     STATUS_DEVICE_ERROR,
     STATUS_DEVICE_LOST,
     STATUS_FORKED,
+    STATUS_LIBRARY_ERROR, /* a library that is opened at run time is not there, or not what it is
+                           * taken for */
 } Status;
 
 /* What the last failed call on this thread had to say. */
@@ -329,6 +331,90 @@ Status run_call(Call *call);
  * the environment or on the linker's path; and a line that says what was found, or why nothing. */
 void blas_set_finder(bool (*finder)(char *path, size_t size));
 Status blas_describe(char *text, size_t size);
+
+/* NVRTC, NVIDIA's compiler of CUDA C++ at run time. It is opened from a path, or where that is
+ * NULL, as the linker finds it; what was opened first stays. */
+Status nvrtc_open(const char *path, int *major, int *minor);
+
+/* What is to be compiled, and what came of it, which nvrtc_clear frees. All texts end with a zero.
+ */
+typedef struct Compilation {
+    const char *source, *name;
+    int option_count, header_count, expression_count;
+    const char *const *options;
+    const char *const *headers, *const *header_names;
+    const char *const *expressions; /* names of kernels as C++ writes them */
+
+    const char *result; /* NULL: it was compiled; else the name of NVRTC's status */
+    char *log;
+    char *cubin; /* NULL where it was not compiled, or to no machine code */
+    size_t cubin_bytes;
+    char **lowered; /* for each expression the name in the machine code */
+} Compilation;
+
+Status nvrtc_compile(Compilation *compilation);
+void nvrtc_clear(Compilation *compilation);
+
+/* Goes through the kernels in machine code, in the order of its symbols; STATUS_VALUE_ERROR where
+ * it is none. A visitor that returns false ends it. */
+Status cubin_visit_kernels(const void *cubin, size_t bytes,
+                           bool (*visit)(const char *name, void *context), void *context);
+
+/* Modules: machine code that is loaded for one device, with counted references. Its kernels exist
+ * as long as it does. It is unloaded when nobody holds it and its work is done. */
+typedef struct Module Module;
+typedef struct Kernel Kernel;
+
+typedef struct LaunchLimits { /* of a device */
+    int grid[3], block[3];
+    int threads;                /* of a block */
+    int64_t most_dynamic_bytes; /* of shared memory for a block, to those who ask for that much */
+} LaunchLimits;
+
+typedef struct KernelInfo {
+    int registers, max_threads;
+    int64_t shared_bytes, local_bytes, constant_bytes;
+    int64_t max_dynamic_shared_bytes;
+    int ptx_version, binary_version; /* 90 is 9.0 */
+} KernelInfo;
+
+Status module_load(int device, const void *cubin, size_t bytes, Module **module);
+Module *module_hold(Module *module);
+void module_release(Module *module);
+void module_limits(const Module *module, LaunchLimits *limits);
+/* STATUS_VALUE_ERROR where the module has no such global. */
+Status module_global(Module *module, const char *name, void **data, int64_t *bytes);
+
+/* STATUS_VALUE_ERROR where the module has no such kernel. */
+Status kernel_find(Module *module, const char *name, Kernel **kernel);
+/* The bytes of parameter i; 0: there are no more than i. */
+Status kernel_parameter(Module *module, Kernel *kernel, int i, int64_t *bytes);
+Status kernel_info(Module *module, Kernel *kernel, KernelInfo *info);
+Status kernel_set_dynamic_bytes(Module *module, Kernel *kernel, int64_t bytes);
+/* The threads of a block with which most of them fit on a multiprocessor. */
+Status kernel_block_size(Module *module, Kernel *kernel, int64_t shared_bytes, int *threads);
+
+/* An array among the arguments of a launch. */
+typedef struct LaunchArray {
+    const View *view;
+    bool is_read, is_written; /* what is on the host is brought to the device, and back */
+    void **address;           /* where the kernel is to find it: a place among the values */
+} LaunchArray;
+
+typedef struct Launch {
+    Module *module;
+    Kernel *kernel;
+    Stream *stream; /* of the module's device */
+    unsigned grid[3], block[3];
+    int64_t shared_bytes;
+    void **values; /* for each parameter, where its bytes are */
+    LaunchArray *arrays;
+    int array_count;
+} Launch;
+
+/* Queues a launch in the order of the arrays. Where one on the host is written, or is used in place
+ * because it is page-locked, it waits until that is done. */
+Status kernel_launch(const Launch *launch);
 
 /* The worker pool of the CPU backend: function is called with ranges that together cover
  * 0..count, none shorter than grain but for the last, from several threads at once. */

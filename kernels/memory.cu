@@ -57,17 +57,18 @@ static cudaMemPool_t pool_of(int device)
     return __atomic_load_n(&devices[device].pool, __ATOMIC_ACQUIRE);
 }
 
-/* While any stream of the process is captured, CUDA forbids these calls to the careless, and spoils
- * the capture. */
-template <class Function>
-static void in_spite_of_captures(const Function &function)
+Status captures_ignore(int *mode)
 {
-    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
-    if (cuda_status(cudaThreadExchangeStreamCaptureMode(&mode),
-                    "cudaThreadExchangeStreamCaptureMode") != STATUS_OK)
-        return;
-    function();
-    (void)cuda_status(cudaThreadExchangeStreamCaptureMode(&mode),
+    cudaStreamCaptureMode exchanged = cudaStreamCaptureModeRelaxed;
+    CUDA_TRY(cudaThreadExchangeStreamCaptureMode(&exchanged));
+    *mode = exchanged;
+    return STATUS_OK;
+}
+
+void captures_heed(int mode)
+{
+    cudaStreamCaptureMode exchanged = static_cast<cudaStreamCaptureMode>(mode);
+    (void)cuda_status(cudaThreadExchangeStreamCaptureMode(&exchanged),
                       "cudaThreadExchangeStreamCaptureMode");
 }
 
@@ -130,7 +131,9 @@ Status device_allocate(int device, int64_t bytes, cudaStream_t stream, void **me
     Status status = pool_of(device) == NULL ? make_pool(device) : STATUS_OK;
     if (status != STATUS_OK) return status;
     const cudaMemPool_t pool = pool_of(device);
-    in_spite_of_captures([&] { status = allocate(bytes, pool, stream, memory); });
+    const Status tried =
+        in_spite_of_captures([&] { status = allocate(bytes, pool, stream, memory); });
+    if (tried != STATUS_OK) return tried;
     if (status != STATUS_MEMORY_ERROR) return status;
     /* What is stored, and what the pool keeps, may be in pieces: give them back, and try again. */
     memory_flush_device(device);

@@ -218,11 +218,17 @@ Status device_enter(int device, int *previous)
     return status;
 }
 
-Status launch_kernel(const void *kernel, Grid grid, void **arguments, void *stream)
+Status launch_kernel(const void *kernel, dim3 grid, dim3 block, size_t shared_bytes,
+                     void **arguments, void *stream)
 {
-    CUDA_TRY(cudaLaunchKernel(kernel, dim3(grid.blocks), dim3(grid.threads), arguments, 0,
+    CUDA_TRY(cudaLaunchKernel(kernel, grid, block, arguments, shared_bytes,
                               static_cast<cudaStream_t>(stream)));
     return STATUS_OK;
+}
+
+Status launch_kernel(const void *kernel, Grid grid, void **arguments, void *stream)
+{
+    return launch_kernel(kernel, dim3(grid.blocks), dim3(grid.threads), 0, arguments, stream);
 }
 
 #else /* a build without CUDA */

@@ -185,6 +185,7 @@ def footprint(device):
         "bytes": live.bytes,
         "pinned allocations": live.pinned_allocations,
         "streams": live.streams,
+        "libraries": live.libraries,
         "current device": device.fake.current_device(),
     }
 

@@ -1,11 +1,14 @@
 """What several test files need: guarded memory, odd layouts, child processes."""
 
+import importlib.util
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 INDEX_DTYPES = ["i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8"]
 
@@ -101,6 +104,20 @@ def read_only(array):
     array = array.copy()
     array.flags.writeable = False
     return array
+
+
+def photograph():
+    """OpenCV, and a cat of scikit-image's pictures in shades of gray; or skips the test."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        cv2 = pytest.importorskip("cv2")
+    found = importlib.util.find_spec("skimage")
+    if found is None:
+        pytest.skip("scikit-image, which brings the photograph, is not installed")
+    path = Path(found.submodule_search_locations[0], "data", "chelsea.png")
+    if not path.is_file():
+        pytest.skip("this scikit-image comes without its photographs")
+    return cv2, cv2.imread(str(path), cv2.IMREAD_GRAYSCALE)
 
 
 def package_parent(gpuops):

@@ -1,13 +1,9 @@
 """correlate: `scipy.ndimage.correlate` of images. What it shares with convolve is tested here."""
 
-import importlib.util
-import warnings
-from pathlib import Path
-
 import numpy as np
 import pytest
 import reference_filters as reference
-from helpers import Guarded, read_only, same
+from helpers import Guarded, photograph, read_only, same
 from reference_filters import MODES
 
 try:
@@ -604,17 +600,6 @@ def test_random_calls(gpuops, ndimage):
     compare()
 
 
-def photograph(cv2):
-    """A cat, of scikit-image's pictures."""
-    found = importlib.util.find_spec("skimage")
-    if found is None:
-        pytest.skip("scikit-image, which brings the photograph, is not installed")
-    path = Path(found.submodule_search_locations[0], "data", "chelsea.png")
-    if not path.is_file():
-        pytest.skip("this scikit-image comes without its photographs")
-    return cv2.imread(str(path), cv2.IMREAD_GRAYSCALE)
-
-
 GAUSS = np.exp(-0.5 * (np.arange(-3, 4) / 1.2) ** 2)
 FILTERS = {
     "sharpen": np.array([[0, -1, 0], [-1, 5, -1], [0, -1, 0]]),
@@ -627,10 +612,8 @@ FILTERS = {
 
 @pytest.mark.parametrize("which", FILTERS)
 def test_a_photograph_with_clamped_borders(gpuops, device, ndimage, which):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        cv2 = pytest.importorskip("cv2")
-    image, weights = photograph(cv2), FILTERS[which]
+    cv2, image = photograph()
+    weights = FILTERS[which]
     if device.name == "fake":
         image = image[100:180, 120:300]  # the fake GPU is slow
     assert image.std() > 10

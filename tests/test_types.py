@@ -94,6 +94,24 @@ assert_type(gpuops.memory_limit(1 << 30), int | None)
 gpuops.memory_limit(None)
 gpuops.empty_cache()
 
+module = gpuops.compile("", options=["-DN=1"], name_expressions=("f",), headers={"a.h": ""})
+assert_type(module, gpuops.Module)
+assert_type(module.kernels, tuple[str, ...])
+assert_type(module["f"], gpuops.Kernel)
+assert_type(module.get_function("f").attributes.registers, int)
+assert_type(module.get_global("g", dtype="f4"), gpuops.DeviceArray)
+module["f"][1, (16, 16)](x, gpuops.In(d), gpuops.Out(out), gpuops.Pointer(0), 1.5)
+module["f"][1, 256, stream, 1024](d)
+module["f"].forall(1000, stream=stream)(d)
+module["f"].launch((1, 2, 3), 32, d, stream=stream)
+try:
+    gpuops.compile("")
+except gpuops.CompileError as error:
+    assert_type(error.log, str)
+
+gpuops.compile(b"")  # type: ignore[arg-type]
+gpuops.compile("", options=3)  # type: ignore[arg-type]
+module["f"](d)  # type: ignore[operator]
 gpuops.gather(x, indices, mode="foo")  # type: ignore[call-overload]
 gpuops.gather(x, indices, nonsense=1)  # type: ignore[call-overload]
 gpuops.gather(x=x, indices=indices)  # type: ignore[call-overload]
@@ -118,9 +136,12 @@ def test_the_stubs_are_installed(gpuops):
 
 
 def names_in(path):
-    return {
+    body = ast.parse(path.read_text()).body
+    # What is written in Python has its types in place, and its stub is an import.
+    imports = [node for node in body if isinstance(node, ast.ImportFrom)]
+    return {name.name for node in imports if node.module == "_compile" for name in node.names} | {
         node.name if not isinstance(node, ast.AnnAssign) else node.target.id
-        for node in ast.parse(path.read_text()).body
+        for node in body
         if isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.AnnAssign))
     }
 
@@ -149,7 +170,8 @@ def test_all_is_what_there_is(gpuops):
         "show_config", "device", "DeviceError", "DeviceLostError", "ForkedProcessError",
         "DeviceArray", "to_device", "empty", "zeros", "asarray", "from_dlpack", "Stream", "Event",
         "synchronize", "current_stream", "memory_info", "MemoryInfo", "memory_limit", "empty_cache",
-        "__version__",
+        "__version__", "compile", "CompileError", "Module", "Kernel", "In", "Out", "InOut",
+        "Pointer",
     }  # fmt: skip
     assert expected <= set(gpuops.__all__)
 

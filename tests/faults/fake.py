@@ -4,10 +4,14 @@ What a package finds out once, such as the number of devices, is steered by the 
 child process instead; fake_cudart.c lists the variables.
 """
 
+import contextlib
 import ctypes
 import importlib.util
 import sys
 from pathlib import Path
+from typing import NamedTuple
+
+import numpy
 
 LIBRARY = "libgpuops_fake_cudart.so"
 
@@ -28,7 +32,43 @@ class Live(ctypes.Structure):
         ("streams", ctypes.c_long),
         ("events", ctypes.c_long),
         ("reserved_bytes", ctypes.c_long),  # by pools, allocated or not
+        ("libraries", ctypes.c_long),  # of machine code
     ]
+
+
+MODULE_TWIN = ctypes.CFUNCTYPE(
+    None,
+    ctypes.POINTER(ctypes.c_uint),
+    ctypes.POINTER(ctypes.c_uint),
+    ctypes.c_size_t,
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+)
+
+
+class ModuleLaunch(NamedTuple):
+    """What a kernel that was compiled at run time was launched with."""
+
+    grid: tuple
+    block: tuple
+    shared_bytes: int
+    parameters: bytes  # as the kernel sees them, one behind the other with C's alignment
+
+    def read(self, *dtypes):
+        """The parameters as NumPy scalars; a pointer's dtype is "p"."""
+        offset, values = 0, []
+        for dtype in map(numpy.dtype, dtypes):
+            offset = -(-offset // dtype.alignment) * dtype.alignment
+            values.append(numpy.frombuffer(self.parameters, dtype, 1, offset)[0])
+            offset += dtype.itemsize
+        return values
+
+
+def device_array(address, count, dtype):
+    """The elements at an address of the device, for a twin to work on."""
+    dtype = numpy.dtype(dtype)
+    memory = (ctypes.c_char * (count * dtype.itemsize)).from_address(int(address))
+    return numpy.frombuffer(memory, dtype)
 
 
 class Fake:
@@ -97,6 +137,32 @@ class Fake:
         """
         error = self.library.fake_set_capturing(ctypes.c_void_p(stream), on)
         assert error == 0, f"CUDA error {error}"
+
+    @contextlib.contextmanager
+    def twin(self, name, function):
+        """What a kernel that was compiled at run time does in the block of code that follows.
+
+        `name` is that of the machine code; the function is called once for a launch, as
+        function(launch), a `ModuleLaunch`. A launch of a kernel without a twin is misuse.
+        """
+        failures = []
+
+        def call(grid, block, shared_bytes, parameters, size):
+            try:
+                data = ctypes.string_at(parameters, size)
+                function(ModuleLaunch(tuple(grid[:3]), tuple(block[:3]), shared_bytes, data))
+            except BaseException as failure:
+                failures.append(failure)
+
+        callback = MODULE_TWIN(call)
+        self.library.fake_set_module_twin(name.encode(), callback)
+        try:
+            yield
+        finally:
+            self.run()
+            self.library.fake_set_module_twin(name.encode(), MODULE_TWIN())
+        if failures:
+            raise failures[0]
 
     def live(self):
         live = Live()

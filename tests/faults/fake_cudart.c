@@ -4,7 +4,8 @@
  * A device is a number, device memory is poisoned host memory between red zones (fake_memory.c),
  * and a kernel is its host twin (kernels/common.cuh), run block by block when its turn comes on its
  * stream (fake_streams.c), and thread by thread; the threads of a kernel with shared memory take
- * turns at its barriers (fake_fibers.c). What a real GPU would punish late or not at all is
+ * turns at its barriers (fake_fibers.c). Kernels that are compiled at run time have no host twin
+ * but what a test gives them (fake_modules.c). What a real GPU would punish late or not at all is
  * recorded as "misuse", which fails the test that caused it. Tests steer the fake with the fake_
  * functions at the end, child processes of tests with
  *
@@ -300,9 +301,9 @@ void fake_cuda_twin(const void *symbol, Twin twin, unsigned most_threads, size_t
     kernel->argument_bytes = argument_bytes;
 }
 
-/* Looks at what a functor points to: at a launch, and once more when the kernel runs. A kernel
- * reads nothing of memory that was freed before, though nobody else might notice if it did. */
-static bool functor_is_usable(const Operation *operation, bool runs)
+/* A kernel reads nothing of memory that was freed before, though nobody else might notice if it
+ * did. */
+bool functor_is_usable(const Operation *operation, bool runs)
 {
     for (size_t i = 0; i + sizeof(void *) <= operation->copied_bytes; i += sizeof(void *)) {
         const void *address;
@@ -340,8 +341,15 @@ cudaError_t cudaLaunchKernel(const void *symbol, dim3 grid, dim3 block, void **a
                              size_t shared_bytes, cudaStream_t handle)
 {
     BEGIN();
+    struct ModuleKernel *module_kernel = find_module_kernel(symbol);
     Kernel *kernel = find_kernel(symbol);
+    Stream *stream;
     REQUIRE(!kernel || !kernel->taken_back, cudaErrorCudartUnloading);
+    if (module_kernel) {
+        REQUIRE_SUCCESS(find_working_stream(__func__, handle, &stream));
+        return done(
+            launch_module_kernel(module_kernel, grid, block, arguments, shared_bytes, stream));
+    }
     if (!kernel || !kernel->twin)
         misuse("%s: %s has no host twin", __func__, kernel ? kernel->name : "an unknown kernel");
     REQUIRE(kernel && kernel->twin, cudaErrorInvalidDeviceFunction);
@@ -349,7 +357,6 @@ cudaError_t cudaLaunchKernel(const void *symbol, dim3 grid, dim3 block, void **a
                 block.x <= kernel->most_threads && block.y == 1 && block.z == 1,
             cudaErrorInvalidConfiguration);
     REQUIRE(shared_bytes <= MOST_SHARED_BYTES, cudaErrorInvalidValue);
-    Stream *stream;
     REQUIRE_SUCCESS(find_working_stream(__func__, handle, &stream));
     if (device_of(stream) != current_device)
         misuse("%s: %s is launched on a stream of device %d while device %d is current", __func__,
@@ -452,6 +459,9 @@ cudaError_t cudaDeviceGetAttribute(int *value, enum cudaDeviceAttr attribute, in
         {cudaDevAttrL2CacheSize, 60 << 20},     {cudaDevAttrMaxSharedMemoryPerBlock, 48 << 10},
         {cudaDevAttrMaxGridDimX, INT32_MAX},    {cudaDevAttrMaxThreadsPerMultiProcessor, 2048},
         {cudaDevAttrMemoryPoolsSupported, 1},   {cudaDevAttrCanMapHostMemory, 1},
+        {cudaDevAttrMaxGridDimY, 65535},        {cudaDevAttrMaxGridDimZ, 65535},
+        {cudaDevAttrMaxBlockDimX, 1024},        {cudaDevAttrMaxBlockDimY, 1024},
+        {cudaDevAttrMaxBlockDimZ, 64},          {cudaDevAttrMaxSharedMemoryPerBlockOptin, 232448},
     };
     BEGIN();
     REQUIRE(device >= 0 && device < machine.devices, cudaErrorInvalidDevice);
@@ -518,6 +528,11 @@ static const ErrorText *find_text(cudaError_t code)
          "CUDA driver version is insufficient for CUDA runtime version"},
         {cudaErrorInvalidDeviceFunction, "cudaErrorInvalidDeviceFunction",
          "invalid device function"},
+        {cudaErrorInvalidKernelImage, "cudaErrorInvalidKernelImage",
+         "device kernel image is invalid"},
+        {cudaErrorNoKernelImageForDevice, "cudaErrorNoKernelImageForDevice",
+         "no kernel image is available for execution on the device"},
+        {cudaErrorSymbolNotFound, "cudaErrorSymbolNotFound", "named symbol not found"},
         {cudaErrorNoDevice, "cudaErrorNoDevice", "no CUDA-capable device is detected"},
         {cudaErrorInvalidDevice, "cudaErrorInvalidDevice", "invalid device ordinal"},
         {cudaErrorInvalidResourceHandle, "cudaErrorInvalidResourceHandle",
@@ -604,7 +619,7 @@ long fake_calls(const char *name)
 
 typedef struct Live {
     long allocations, bytes, pinned_allocations, pinned_bytes, pools, peak_bytes;
-    long streams, events, reserved_bytes;
+    long streams, events, reserved_bytes, libraries;
 } Live;
 
 void fake_live(Live *result)
@@ -615,6 +630,7 @@ void fake_live(Live *result)
     result->pools = count_pools(&reserved);
     result->reserved_bytes = (long)reserved;
     count_streams(&result->streams, &result->events);
+    result->libraries = count_libraries();
     for (Block *block = live.first; block; block = block->next) {
         bool pinned = block->type == cudaMemoryTypeHost;
         *(pinned ? &result->pinned_allocations : &result->allocations) += 1;

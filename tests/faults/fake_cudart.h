@@ -81,6 +81,9 @@ struct Operation {
     void *argument;
     unsigned blocks, threads;
 
+    struct ModuleKernel *module_kernel; /* of a library, with the three dimensions of its launch */
+    unsigned grid[3], block[3];
+
     long event;                        /* that is recorded */
     long awaited_stream, awaited_work; /* what a wait waits for */
     size_t copied_bytes;               /* of what the caller may change after the call: */
@@ -123,6 +126,15 @@ typedef struct Running {
 } Running;
 extern _Thread_local Running running;
 
+/* Looks at what the argument of a kernel points to: at a launch, and once more when it runs. */
+bool functor_is_usable(const Operation *operation, bool runs);
+
+/* Libraries of machine code, in fake_modules.c. */
+struct ModuleKernel *find_module_kernel(const void *function);
+cudaError_t launch_module_kernel(struct ModuleKernel *kernel, dim3 grid, dim3 block,
+                                 void **arguments, size_t shared_bytes, Stream *stream);
+long count_libraries(void);
+
 /* Memory, in fake_memory.c. */
 
 typedef struct Pool Pool;
@@ -145,6 +157,10 @@ typedef struct Blocks {
     long count;
     size_t bytes;
 } Blocks;
+
+/* A live allocation, poisoned; and its end. */
+cudaError_t new_block(Block **made, size_t bytes, enum cudaMemoryType type, int device);
+void put_into_quarantine(Block *block);
 
 extern Blocks live, quarantine;
 extern size_t peak_bytes;

@@ -176,7 +176,7 @@ bool is_inside(const Blocks *blocks, const void *address)
     return false;
 }
 
-static cudaError_t allocate(Block **made, size_t bytes, enum cudaMemoryType type, int device)
+cudaError_t new_block(Block **made, size_t bytes, enum cudaMemoryType type, int device)
 {
     static long allocations;
     Block *block = malloc(sizeof *block);
@@ -202,7 +202,7 @@ static cudaError_t allocate(Block **made, size_t bytes, enum cudaMemoryType type
     return cudaSuccess;
 }
 
-static void put_into_quarantine(Block *block)
+void put_into_quarantine(Block *block)
 {
     check_red_zones(block);
     if (block->pool) block->pool->used -= block->bytes;
@@ -244,7 +244,7 @@ static cudaError_t allocate_now(const char *call, void **pointer, size_t bytes,
     if (type != cudaMemoryTypeHost && bytes > available_bytes(current_device))
         return cudaErrorMemoryAllocation;
     Block *block;
-    code = allocate(&block, bytes, type, current_device);
+    code = new_block(&block, bytes, type, current_device);
     if (code == cudaSuccess) *pointer = block->data;
     return code;
 }
@@ -503,7 +503,7 @@ cudaError_t cudaMallocFromPoolAsync(void **pointer, size_t bytes, cudaMemPool_t 
     Operation *operation = new_operation(__func__, stream, run_allocation, 0);
     REQUIRE(operation, cudaErrorMemoryAllocation);
     Block *block;
-    cudaError_t code = allocate(&block, bytes, cudaMemoryTypeDevice, pool->device);
+    cudaError_t code = new_block(&block, bytes, cudaMemoryTypeDevice, pool->device);
     if (code != cudaSuccess) {
         free(operation);
         return done(code);
