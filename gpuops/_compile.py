@@ -337,13 +337,21 @@ def _open_builtins(path: str, version: tuple[int, int]) -> None:
 
 
 def _header_folders(path: str | None) -> tuple[str, ...]:
-    """Return the folders of CUDA's headers: those beside the library, else of the environment."""
-    for folder in _candidates(path):
-        if os.path.isfile(os.path.join(folder, "cuda_fp16.h")):
-            # CUDA 13 has its C++ library in a folder of its own.
-            library = os.path.join(folder, "cccl")
-            return (folder, library) if os.path.isdir(library) else (folder,)
-    return ()
+    """Return the folders of CUDA's headers, and of its C++ library, which may be elsewhere.
+
+    Those beside NVRTC come first. Its wheels bring no C++ library, and CUDA 13 has that in a folder
+    of its own.
+    """
+    headers = next((each for each in _candidates(path) if _has(each, "cuda_fp16.h")), None)
+    if headers is None:
+        return ()
+    libraries = (each for base in _candidates(path) for each in (os.path.join(base, "cccl"), base))
+    library = next((each for each in libraries if _has(each, "nv/target")), headers)
+    return tuple(dict.fromkeys([headers, library]))
+
+
+def _has(folder: str, name: str) -> bool:
+    return os.path.isfile(os.path.join(folder, name))
 
 
 def _candidates(path: str | None) -> Iterator[str]:

@@ -239,6 +239,25 @@ def test_headers_of_cuda_are_found(compiled):
     assert module.kernels == ("f",)
 
 
+def test_the_cpp_library_of_cuda_may_be_elsewhere(monkeypatch, tmp_path):
+    beside, toolkit = tmp_path / "wheels" / "include", tmp_path / "toolkit" / "include"
+    for folder in (beside, toolkit, toolkit / "cccl" / "nv"):
+        folder.mkdir(parents=True)
+    path = str(tmp_path / "wheels" / "lib" / "libnvrtc.so.13")
+    monkeypatch.setitem(sys.modules, "cuda.pathfinder", None)
+    monkeypatch.setenv("CUDA_PATH", str(toolkit.parent))
+    (beside / "cuda_fp16.h").touch()
+    (toolkit / "cuda_fp16.h").touch()
+    (toolkit / "cccl" / "nv" / "target").touch()
+    assert _compile._header_folders(path) == (str(beside), str(toolkit / "cccl"))
+    (beside / "nv").mkdir()
+    (beside / "nv" / "target").touch()  # as in CUDA 12
+    assert _compile._header_folders(path) == (str(beside),)
+    (beside / "cccl" / "nv").mkdir(parents=True)
+    (beside / "cccl" / "nv" / "target").touch()
+    assert _compile._header_folders(path) == (str(beside), str(beside / "cccl"))
+
+
 def test_headers_of_ones_own_are_found(compiled, tmp_path, monkeypatch):
     (tmp_path / "my headers" / "deep").mkdir(parents=True)
     (tmp_path / "my headers" / "outer.h").write_text('#include "deep/inner.h"\n')

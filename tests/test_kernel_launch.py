@@ -1021,6 +1021,8 @@ def test_threads_launch_at_once(gpu):
 def test_a_module_after_a_fork(gpu):
     script = f"""{LOADED}
 import os
+import warnings
+warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of forks beside threads.
 null = gpuops.Pointer(0)
 if os.fork() == 0:
     uses = [
