@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import importlib
+import itertools
 import json
 import os
 import re
@@ -336,25 +337,27 @@ def _open_builtins(path: str, version: tuple[int, int]) -> None:
         ctypes.CDLL(os.path.join(beside, f"libnvrtc-builtins.so.{major}.{minor}"))
 
 
+# CUDA's headers come in parts, each with a wheel of its own, which need not all be there: its own,
+# what those of C++ need of the compiler, and its C++ library.
+_HEADERS = ("cuda_fp16.h", "crt/mma.h", "nv/target")
+
+
 def _header_folders(path: str | None) -> tuple[str, ...]:
-    """Return the folders of CUDA's headers, and of its C++ library, which may be elsewhere.
-
-    Those beside NVRTC come first. Its wheels bring no C++ library, and CUDA 13 has that in a folder
-    of its own.
-    """
-    headers = next((each for each in _candidates(path) if _has(each, "cuda_fp16.h")), None)
-    if headers is None:
-        return ()
-    libraries = (each for base in _candidates(path) for each in (os.path.join(base, "cccl"), base))
-    library = next((each for each in libraries if _has(each, "nv/target")), headers)
-    return tuple(dict.fromkeys([headers, library]))
-
-
-def _has(folder: str, name: str) -> bool:
-    return os.path.isfile(os.path.join(folder, name))
+    """Return the folders of CUDA's headers: of each part that which is found first."""
+    found = []
+    for header in _HEADERS:
+        folders = (each for each in _candidates(path) if os.path.isfile(os.path.join(each, header)))
+        found += [*itertools.islice(folders, 1)]
+    return tuple(dict.fromkeys(found))
 
 
 def _candidates(path: str | None) -> Iterator[str]:
+    for folder in _include_folders(path):
+        yield os.path.join(folder, "cccl")  # CUDA 13's place of the C++ library
+        yield folder
+
+
+def _include_folders(path: str | None) -> Iterator[str]:
     if path:
         beside = os.path.dirname(os.path.dirname(os.path.realpath(path)))
         yield os.path.join(beside, "include")

@@ -239,22 +239,25 @@ def test_headers_of_cuda_are_found(compiled):
     assert module.kernels == ("f",)
 
 
-def test_the_cpp_library_of_cuda_may_be_elsewhere(monkeypatch, tmp_path):
+def test_parts_of_the_headers_may_be_elsewhere(monkeypatch, tmp_path):
     beside, toolkit = tmp_path / "wheels" / "include", tmp_path / "toolkit" / "include"
-    for folder in (beside, toolkit, toolkit / "cccl" / "nv"):
-        folder.mkdir(parents=True)
     path = str(tmp_path / "wheels" / "lib" / "libnvrtc.so.13")
     monkeypatch.setitem(sys.modules, "cuda.pathfinder", None)
     monkeypatch.setenv("CUDA_PATH", str(toolkit.parent))
-    (beside / "cuda_fp16.h").touch()
-    (toolkit / "cuda_fp16.h").touch()
-    (toolkit / "cccl" / "nv" / "target").touch()
-    assert _compile._header_folders(path) == (str(beside), str(toolkit / "cccl"))
-    (beside / "nv").mkdir()
-    (beside / "nv" / "target").touch()  # as in CUDA 12
+
+    def add(folder, name):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).touch()
+
+    add(beside, "cuda_fp16.h")
+    for name in ("cuda_fp16.h", "crt/mma.h", "cccl/nv/target"):
+        add(toolkit, name)
+    folders = [beside, toolkit, toolkit / "cccl"]
+    assert _compile._header_folders(path) == tuple(map(str, folders))
+    add(beside, "crt/mma.h")
+    add(beside, "nv/target")  # as in CUDA 12
     assert _compile._header_folders(path) == (str(beside),)
-    (beside / "cccl" / "nv").mkdir(parents=True)
-    (beside / "cccl" / "nv" / "target").touch()
+    add(beside, "cccl/nv/target")
     assert _compile._header_folders(path) == (str(beside), str(beside / "cccl"))
 
 

@@ -1044,29 +1044,15 @@ print(os.wait()[1])
     assert run_child(gpu.gpuops, script) == "0\n"
 
 
-def test_launches_that_block(gpu):
+def test_launches_that_block(fake_device):
     script = f"""{LOADED}
-kernel[1, 1](1.0, gpuops.Pointer(16), gpuops.Pointer(16), GOOD)
-"""
-    if gpu.fake is None:
-        script = script.replace("GOOD", "1")
-        lost = script.replace("kernel[1", "try:\n    kernel[1") + (
-            "except gpuops.DeviceLostError as error:\n    print(error.operator)\n"
-        )
-        assert run_child(gpu.gpuops, lost, GPUOPS_LAUNCH_BLOCKING="1") == "saxpy\n"
-        return
-    fake = str(gpu.fake.path.parent)
-    script = (
-        script.replace("GOOD", "0").replace(
-            "kernel[1",
-            f"""
 from faults.fake import Fake
-fake = Fake({fake!r})
+fake = Fake({str(fake_device.fake.path.parent)!r})
 with fake.twin("saxpy", lambda launch: print("ran")):
-    kernel[1""",
-        )
-        + "    print(fake.pending())\n"
-    )
+    kernel[1, 1](1.0, gpuops.Pointer(16), gpuops.Pointer(16), 0)
+    print(fake.pending())
+"""
     options = {"GPUOPS_FAKE_SCHEDULER": "lazy"}
-    assert run_child(gpu.gpuops, script, **options) == "1\nran\n"
-    assert run_child(gpu.gpuops, script, GPUOPS_LAUNCH_BLOCKING="1", **options) == "ran\n0\n"
+    blocking = {"GPUOPS_LAUNCH_BLOCKING": "1"}
+    assert run_child(fake_device.gpuops, script, **options) == "1\nran\n"
+    assert run_child(fake_device.gpuops, script, **options, **blocking) == "ran\n0\n"
