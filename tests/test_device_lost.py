@@ -83,7 +83,7 @@ print("done")
 WAITS = {
     "synchronize": "gpuops.synchronize",
     "to_host": "x.to_host",
-    "out": "lambda: gpuops.gather(x, [1], out=numpy.empty(1, int))",
+    "out": "lambda: x[:3].to_host(out=numpy.empty(3, numpy.int32))",
 }
 
 
