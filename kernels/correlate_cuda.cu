@@ -7,6 +7,7 @@
  * the sums that it takes part in. So each sum is taken in the order of the weights, and each pixel
  * that is read serves many sums.
  *
+ *     FewPixels        weights of up to 3 x 3 on small images: nothing is shared
  *     SmallFilter      weights of up to 9 x 9, with every loop unrolled: from the kernel's
  *                      arguments at no cost, or from shared memory if they are on the device
  *     LargeFilter      all others: the rows of pixels go through shared memory band by band
@@ -384,6 +385,56 @@ struct WeightsThere {
         for (unsigned at = thread.thread; at < SIZE * SIZE; at += thread.threads)
             shared[at] = given.at(at / SIZE, at % SIZE - begin);
         return shared;
+    }
+};
+
+/* A thread computes ROWS pixels, one below the other, straight from memory. Images of few pixels
+ * take less time than the code of SmallFilter, which is not in the instruction cache yet, and than
+ * its threads wait for each other: this is as short as it can be, and so for pixels of the type Sum
+ * alone. */
+template <class Sum, int SIZE>
+struct FewPixels {
+    static constexpr int MAX_THREADS = 128, ROWS = 2;
+    static constexpr int64_t MOST = 1 << 19;
+
+    Images<Sum> in;
+    Sum *out;
+    Divider width, bands; /* bands: of ROWS rows, in an image */
+    int64_t count, top, left;
+    bool skips; /* there may be zeros in the weights */
+    WeightsByValue<Sum, SIZE> weights;
+
+    HOST_DEVICE void operator()(Thread thread) const
+    {
+        const uint32_t at = thread.block * thread.threads + thread.thread;
+        if (at >= count) return;
+        const uint32_t line = width.divide(at), image = bands.divide(line);
+        const int64_t y = (int64_t)(line - image * bands.divisor) * ROWS;
+        const int64_t x = at - line * width.divisor;
+        int64_t columns[SIZE];
+        UNROLL
+        for (int j = 0; j < SIZE; j++) columns[j] = position_of(x - left + j, in.width, in.border);
+        const char *data = in.data + image * in.image_stride;
+        Sum sums[ROWS] = {};
+        UNROLL
+        for (int i = 0; i < ROWS + SIZE - 1; i++) {
+            const int64_t row = position_of(y - top + i, in.height, in.border);
+            const Sum *pixels = reinterpret_cast<const Sum *>(data + row * in.row_stride);
+            UNROLL
+            for (int j = 0; j < SIZE; j++) {
+                const Sum pixel = row < 0 || columns[j] < 0 ? in.beyond : pixels[columns[j]];
+                UNROLL
+                for (int o = 0; o < ROWS; o++) {
+                    if (i < o || i - o >= SIZE) continue;
+                    const Sum weight = weights.items[(i - o) * SIZE + j];
+                    if (!skips || weight != 0) sums[o] = add_term(sums[o], weight, pixel);
+                }
+            }
+        }
+        Sum *results = out + (image * in.height + y) * in.width + x;
+        UNROLL
+        for (int o = 0; o < ROWS; o++)
+            if (y + o < in.height) results[o * in.width] = sums[o];
     }
 };
 
@@ -1092,6 +1143,37 @@ static Status launch_padded(const Filter &filter, const View &input, const View 
     return launch_tiles(body, filter, rows, Body::TILE_COLUMNS, threads, stream);
 }
 
+template <class Sum, int SIZE>
+static bool are_few_pixels(const Filter &filter)
+{
+    constexpr int64_t MOST = FewPixels<Sum, SIZE>::MOST;
+    const Dtype dtype = sizeof(Sum) == sizeof(float) ? DTYPE_FLOAT32 : DTYPE_FLOAT64;
+    return filter.in == dtype && filter.out == dtype && filter.height <= MOST &&
+           filter.width <= MOST / filter.height &&
+           filter.images <= MOST / (filter.height * filter.width);
+}
+
+template <class Sum, int SIZE>
+static Status launch_few(const Filter &filter, const View &input, const View &output, int64_t begin,
+                         const WeightsByValue<Sum, SIZE> &weights, bool skips, const Stream *stream)
+{
+    using Body = FewPixels<Sum, SIZE>;
+    Body body = {};
+    body.in = images_of<Sum>(filter, input);
+    body.out = static_cast<Sum *>(output.data);
+    const int64_t bands = (filter.height + Body::ROWS - 1) / Body::ROWS;
+    body.width = divider_of((uint32_t)filter.width);
+    body.bands = divider_of((uint32_t)bands);
+    body.count = filter.images * bands * filter.width;
+    body.top = filter.top;
+    body.left = filter.left + begin;
+    body.skips = skips;
+    body.weights = weights;
+    const int64_t blocks = (body.count + Body::MAX_THREADS - 1) / Body::MAX_THREADS;
+    const Grid grid = {(unsigned)blocks, Body::MAX_THREADS};
+    return launch(body, grid, stream->handle);
+}
+
 /* Whether small filters have kernels for weights on the device: these would double the time that it
  * takes to compile those of float64. */
 template <class Sum>
@@ -1121,6 +1203,10 @@ static Status launch_small(const Filter &filter, const View &input, const View &
         for (int64_t j = 0; j < filter.columns; j++)
             items[i * SIZE + begin + j] = static_cast<Sum>(weights[i * filter.columns + j]);
     for (const Sum weight : body.weights.items) body.skips = body.skips || weight == 0;
+    if constexpr (SIZE == 3)
+        if (are_few_pixels<Sum, SIZE>(filter))
+            return launch_few<Sum, SIZE>(filter, input, output, begin, body.weights, body.skips,
+                                         stream);
     return launch_padded(filter, input, output, begin, body, stream);
 }
 
