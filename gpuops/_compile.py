@@ -412,7 +412,9 @@ def run_nvrtc(program: Program, nvrtc: Nvrtc) -> Compiled:
     found = _core._cubin_kernels(cubin)
     expressions = {name.decode(): target for name, target in lowered.items()}
     sources = [program.source, *program.headers.values()]
-    kernels = _signatures.describe_kernels(found, expressions, sources, program.options)
+    files = included_files(program, nvrtc.folders)
+    texts = None if files is None else [text.decode(errors="replace") for text in files.values()]
+    kernels = _signatures.describe_kernels(found, expressions, sources, program.options, texts)
     variables = {name: target for name, target in expressions.items() if target not in found}
     # What is no warning tells of precompiled headers and the like.
     told = _with_lines(program, text) if "warning" in text else ""
@@ -558,7 +560,17 @@ _OPTIONS_OF_FILES = re.compile(r"--?(pch|create-pch|use-pch|pch-dir|fdevice-time
 
 
 def read_included(program: Program, folders: tuple[str, ...]) -> bytes | None:
-    """Return what identifies the files that a program includes; None if that cannot be told.
+    """Return what identifies the files that a program includes; None if that cannot be told."""
+    files = included_files(program, folders)
+    if files is None:
+        return None
+    return _cache.key_of(
+        part for path, contents in sorted(files.items()) for part in (os.fsencode(path), contents)
+    ).encode()
+
+
+def included_files(program: Program, folders: tuple[str, ...]) -> dict[str, bytes] | None:
+    """Return the files that a program includes, with their contents; None if that cannot be told.
 
     CUDA's own headers are told apart by `Nvrtc.files`. A file that is not found is noted too, for
     it may be there the next time.
@@ -588,9 +600,7 @@ def read_included(program: Program, folders: tuple[str, ...]) -> bytes | None:
             elif path not in seen and not path.startswith(of_cuda):
                 seen[path] = _read(path)
                 waiting.append((seen[path].decode(errors="replace"), os.path.dirname(path)))
-    return _cache.key_of(
-        part for path, contents in sorted(seen.items()) for part in (os.fsencode(path), contents)
-    ).encode()
+    return seen
 
 
 def _first_file(name: str, folders: Sequence[str]) -> str | None:

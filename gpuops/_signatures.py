@@ -23,6 +23,7 @@ def describe_kernels(
     expressions: Mapping[str, str],
     sources: Sequence[str],
     options: Sequence[str] = (),
+    files: Sequence[str] | None = (),
 ) -> Kernels:
     """Name the kernels of a module as their users do, and tell what they take.
 
@@ -36,6 +37,9 @@ def describe_kernels(
         The source, and the headers that came with it.
     options : sequence of str
         Those of the compiler, which may define macros.
+    files : sequence of str, optional
+        The texts of files that were included, which are not read for declarations; None: it is not
+        known which ones were.
 
     Returns
     -------
@@ -47,7 +51,10 @@ def describe_kernels(
     lowered_names = list(lowered_names)
     functions = {lowered: demangle(lowered) for lowered in lowered_names}
     plain = [function.name for function in functions.values() if function]
-    declared = read_declarations(sources, options)
+    if None not in functions.values():
+        # Nothing but names is wanted then, and no file can give these another meaning.
+        sources = [source for source in sources if "__global__" in source]
+    declared = read_declarations(sources, options, files)
     # In the order of the source; the machine code has one of its own.
     order = {name: position for position, name in enumerate(declared)}
     short_names = {
@@ -419,19 +426,27 @@ _NAMED_TYPES = {
 }
 
 _Aliases: TypeAlias = dict[str, set[tuple[str, ...]]]
+# No type is spelled like this, so that a name with this meaning beside another has none.
+_IN_DOUBT = ("?",)
 
 
 def read_declarations(
-    sources: Sequence[str], options: Sequence[str] = ()
+    sources: Sequence[str], options: Sequence[str] = (), files: Sequence[str] | None = ()
 ) -> dict[str, list[Parameters]]:
-    """Return the parameters of every declaration of a `__global__` function, by its short name."""
+    """Return the parameters of every declaration of a `__global__` function, by its short name.
+
+    A name that one of `files` has too is in doubt, for its meaning may come from there.
+    """
     declared: dict[str, list[Parameters]] = {}
     aliases: _Aliases = {}
     for name, value in _defined_by(options):
         aliases.setdefault(name, set()).add(tuple(_tokens(value, {})))
-    streams = [_tokens(source, aliases) for source in sources if "__global__" in source]
+    streams = [_tokens(source, aliases) for source in sources]
     for tokens in streams:
         _read_aliases(tokens, aliases)
+    elsewhere = {name for text in files or () for name in re.findall(r"[A-Za-z_]\w*", text)}
+    for name in aliases if files is None else elsewhere & aliases.keys():
+        aliases[name].add(_IN_DOUBT)
     for tokens in streams:
         for at, token in enumerate(tokens):
             if token == "__global__" and (found := _declaration(tokens, at + 1, aliases)):
@@ -441,8 +456,9 @@ def read_declarations(
 
 def _defined_by(options: Sequence[str]) -> list[tuple[str, str]]:
     """Return the macros that options define, with their values."""
-    words = " ".join(options)
-    return re.findall(r"(?:^|\s)(?:-D|--define-macro)[\s=]*([A-Za-z_]\w*)=?(\S*)", words)
+    # A value may be in a word of its own, and may have blanks within.
+    words = "\0".join(options)
+    return re.findall(r"(?:^|\0)\s*(?:-D|--define-macro)[\s\0=]*([A-Za-z_]\w*)=?([^\0]*)", words)
 
 
 def _tokens(source: str, aliases: _Aliases) -> list[str]:
@@ -462,8 +478,14 @@ def _tokens(source: str, aliases: _Aliases) -> list[str]:
 
 
 def _read_aliases(tokens: list[str], aliases: _Aliases) -> None:
-    """Add what `using name = type;` and `typedef type name;` declare."""
+    """Add what `using name = type;` and `typedef type name;` declare.
+
+    A structure with a name of CUDA's, such as a `cuComplex` of one's own, brings it in doubt.
+    """
     for at, token in enumerate(tokens):
+        following = tokens[at + 1 : at + 2]
+        if token in ("struct", "class", "union", "enum") and _NAMED_TYPES.keys() & set(following):
+            aliases.setdefault(following[0], set()).add(_IN_DOUBT)
         if token not in ("using", "typedef"):
             continue
         end = next((i for i in range(at, len(tokens)) if tokens[i] in (";", "{")), len(tokens))
@@ -571,6 +593,9 @@ def _base(words: list[str], aliases: _Aliases, depth: int = 0) -> str | None:
             if len(values) != 1:
                 return None
             (value,) = values
+            # In the scope of the kernel, CUDA's own meaning of the name may be the one that counts.
+            if word in _NAMED_TYPES and _base([*value], aliases, depth + 1) != _NAMED_TYPES[word]:
+                return None
             return _base([*words[:at], *value, *words[at + 1 :]], aliases, depth + 1)
     if words and all(word in _ARITHMETIC for word in words):
         return _arithmetic(words)

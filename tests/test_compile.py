@@ -261,6 +261,28 @@ def test_parts_of_the_headers_may_be_elsewhere(monkeypatch, tmp_path):
     assert _compile._header_folders(path) == (str(beside), str(beside / "cccl"))
 
 
+def test_what_a_file_may_define_is_not_guessed(tmp_path):
+    # Of a kernel without a mangled name, the types are only in the source.
+    source = """#include "precision.h"
+    #ifndef REAL
+    #define REAL float
+    #endif
+    extern "C" __global__ void kernel(REAL* x, int n) {}
+    """
+    (tmp_path / "precision.h").write_text("#define REAL double\n")
+    nvrtc = _compile.find_nvrtc()
+
+    def types(source, *options):
+        program = _compile.Program("source.cu", source, (*SM_90, *options), (), {})
+        return [word for _, word in _compile.run_nvrtc(program, nvrtc).kernels["kernel"][1]]
+
+    included = f"-I{tmp_path}"
+    assert types(source, included) == [None, "int32"]
+    assert types(source.replace("#include", "//")) == ["float32*", "int32"]
+    by_macro = source.replace('"precision.h"', "FILE_NAME")
+    assert types(by_macro, included, '-DFILE_NAME="precision.h"') == [None, "int32"]
+
+
 def test_headers_of_ones_own_are_found(compiled, tmp_path, monkeypatch):
     (tmp_path / "my headers" / "deep").mkdir(parents=True)
     (tmp_path / "my headers" / "outer.h").write_text('#include "deep/inner.h"\n')

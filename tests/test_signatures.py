@@ -140,6 +140,10 @@ ALIASES = [
     ("", "unheard_of", None),
     ("typedef float* pointer;", "pointer", None),
     ("typedef float vector[3];", "vector", None),
+    ("namespace other { using half = float; }", "half", None),
+    ("struct Box { typedef unsigned size_t; };", "size_t", None),
+    ("struct cuComplex { double real, imaginary; };", "cuComplex", None),
+    ("typedef unsigned char uint8_t;", "uint8_t", "uint8"),
 ]
 
 
@@ -164,6 +168,49 @@ def test_macros_of_the_command_line():
     ):
         (parameters,) = read_declarations([source], options)["kernel"]
         assert parameters == (("x", "float32"), ("n", "int32"), ("m", None))
+
+
+def test_macros_of_the_command_line_have_values_of_several_words():
+    source = "__global__ void kernel(BYTE* x, WORD n, LAST m);"
+    for options in (
+        ["-DBYTE=unsigned char", "-D", "WORD=unsigned long long", " -D LAST=long int "],
+        ["--define-macro=BYTE=unsigned char", "-DWORD=unsigned long long", "-DLAST=long int"],
+    ):
+        (parameters,) = read_declarations([source], options)["kernel"]
+        assert parameters == (("x", "uint8*"), ("n", "uint64"), ("m", "int64"))
+
+
+GUARDED = """
+#ifndef REAL
+#define REAL float
+#endif
+typedef int count;
+extern "C" __global__ void kernel(REAL* x, const REAL* y, count n, double z);
+"""
+
+
+def test_headers_count_that_have_no_kernels():
+    known = (("x", "float32*"), ("y", "const float32*"), ("n", "int32"), ("z", "float64"))
+    assert describe_kernels(["kernel"], {}, [GUARDED])["kernel"] == ("kernel", known)
+    headers = ["#define REAL double", "typedef int unused;"]
+    in_doubt = (("x", None), ("y", None), ("n", "int32"), ("z", "float64"))
+    assert describe_kernels(["kernel"], {}, [GUARDED, *headers])["kernel"] == ("kernel", in_doubt)
+
+
+@pytest.mark.parametrize(
+    ("files", "real", "count"),
+    [
+        (["#define REALLY double"], "float32*", "int32"),
+        (["#define REAL double"], None, "int32"),
+        (["#define OTHER\n", "namespace ns { typedef long count; }"], "float32*", None),
+        (None, None, None),
+    ],
+)
+def test_names_that_included_files_have_too_are_in_doubt(files, real, count):
+    kernels = describe_kernels(["kernel"], {}, [GUARDED], [], files)
+    const = None if real is None else f"const {real}"
+    expected = (("x", real), ("y", const), ("n", count), ("z", "float64"))
+    assert kernels["kernel"] == ("kernel", expected)
 
 
 def test_attributes_before_the_name():
