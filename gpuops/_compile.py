@@ -130,7 +130,8 @@ def compile_named(
             f"source must be a str of CUDA C++, not {type(source).__name__}: read a file with "
             "pathlib.Path(...).read_text()"
         )
-    given = _strings("options", options, "options=['-DN=16']")
+    # NVRTC takes no notice of blanks around them.
+    given = tuple(map(str.strip, _strings("options", options, "options=['-DN=16']")))
     expressions = _strings("name_expressions", name_expressions, "name_expressions=['f<int>']")
     contents = _headers(headers)
     target = _target(given, device)
@@ -319,7 +320,8 @@ def _opened(path: str | None) -> Nvrtc:
     if path is not None:
         _open_builtins(path, version)
     folders = _header_folders(path)
-    files = [path, *(os.path.join(folder, "cuda_fp16.h") for folder in folders[:1])]
+    # Each part of the headers may be renewed without the others.
+    files = [path, *(os.path.join(folder, header) for folder in folders for header in _HEADERS)]
     found = [(file, os.stat(file)) for file in files if file is not None and os.path.exists(file)]
     facts = tuple((file, facts.st_size, facts.st_mtime_ns) for file, facts in found)
     return Nvrtc(path, version, folders, facts)
@@ -546,17 +548,24 @@ def _unpacked(entry: bytes | None) -> Compiled | None:
     return Compiled(entry[end:], kernels, head["globals"], head["log"])
 
 
+# What may stand before the word of a directive.
+_MARK = r"(?:#|%:)(?:\s|/\*.*?\*/)*+"
 _INCLUDE = re.compile(
-    r"(?:#|%:)\s*include\s*(?P<quoted>[<\"][^>\"\n]+[>\"])"
-    r"|\b__has_include\s*\(\s*(?P<asked>[<\"][^>\"\n]+[>\"])"
+    _MARK + r"include\s*(?P<quoted>[<\"][^>\"\n]+[>\"])"
+    r"|\b__has_include\s*\(\s*(?P<asked>[<\"][^>\"\n]+[>\"])",
+    re.DOTALL,
 )
 # A name that a macro makes up, or the next file of the same name: nobody knows without a
-# preprocessor.
+# preprocessor. Nor is the same text always the same program where it asks for the time.
 _UNKNOWN_INCLUDE = re.compile(
-    r"(?:#|%:)\s*(?:include\s*[^<\"\s]|include_next|embed)"
+    _MARK + r"(?:include\s*[^<\"\s]|include_next|embed)"
     r"|\b__has_(?:include_next|embed|include\s*\(\s*[^<\"\s])"
+    r"|\b__(?:DATE|TIME)__\b",
+    re.DOTALL,
 )
-_OPTIONS_OF_FILES = re.compile(r"--?(pch|create-pch|use-pch|pch-dir|fdevice-time-trace)\b.*")
+_OPTIONS_OF_FILES = re.compile(
+    r"--?(pch|create-pch|use-pch|pch-dir|time|fdevice-time-trace)\b.*", re.DOTALL
+)
 
 
 def read_included(program: Program, folders: tuple[str, ...]) -> bytes | None:
@@ -577,9 +586,10 @@ def included_files(program: Program, folders: tuple[str, ...]) -> dict[str, byte
     """
     if any(map(_OPTIONS_OF_FILES.fullmatch, program.options)):
         return None
-    texts = [program.source, *program.headers.values()]
     before = [f'#include "{name}"' for name in _values_of(program.options, _PRE_INCLUDE)]
-    waiting = [(text, os.curdir) for text in (*before, *texts)]
+    waiting = [(text, os.curdir) for text in (*before, program.source)]
+    # What they include is looked for beside them, as if they were files.
+    waiting += [(text, os.path.dirname(name)) for name, text in program.headers.items()]
     paths = _values_of(program.options, _INCLUDE_PATH)
     of_cuda = tuple(f"{folder}{os.sep}" for folder in folders)
     seen: dict[str, bytes] = {}
@@ -616,7 +626,7 @@ def _read(path: str) -> bytes:
         return str(error).encode()
 
 
-_INCLUDE_PATH = re.compile(r"(?:-I|--include-path)=?(.*)", re.DOTALL)
+_INCLUDE_PATH = re.compile(r"(?:-I *|--include-path)=?(.*)", re.DOTALL)
 _PRE_INCLUDE = re.compile(r"(?:-include|--pre-include)=?(.*)", re.DOTALL)
 
 

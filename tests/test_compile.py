@@ -680,6 +680,40 @@ def test_included_files_are_in_the_key(compiled, counted, tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize(
+    ("keywords", "line"),
+    [
+        ({"options": ["-I folder"]}, '#include "number.h"'),
+        ({"options": [" -Ifolder "]}, '#include "number.h"'),
+        ({"options": ["-Ifolder"]}, '#/* in folder */include "number.h"'),
+        ({"headers": {"folder/outer.h": '#include "number.h"'}}, '#include "folder/outer.h"'),
+    ],
+)
+def test_no_way_to_a_file_is_missed(compiled, counted, tmp_path, monkeypatch, keywords, line):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    for number in range(3):
+        (tmp_path / "folder" / "number.h").write_text(f"#define NUMBER {number}\n")
+        compiled(f"{line}\n__global__ void f(int* x) {{ *x = NUMBER; }}", **keywords)
+        assert len(counted) == number + 1
+
+
+def test_every_part_of_the_headers_is_in_the_key(monkeypatch, tmp_path):
+    found = _compile.look_for_nvrtc()
+    parts = {"one": "cuda_fp16.h", "two": "crt/mma.h", "three": "nv/target"}
+    for folder, header in parts.items():
+        (tmp_path / folder / header).parent.mkdir(parents=True)
+        (tmp_path / folder / header).write_text("")
+    folders = tuple(str(tmp_path / folder) for folder in parts)
+    monkeypatch.setattr(_compile, "_header_folders", lambda path: folders)
+    facts = _compile._opened(found.path)
+    for folder, header in parts.items():
+        (tmp_path / folder / header).write_text("// a newer one\n")
+        newer = _compile._opened(found.path)
+        assert newer != facts
+        facts = newer
+
+
+@pytest.mark.parametrize(
     ("line", "known"),
     [
         ('#include "a.h"', True),
@@ -694,6 +728,9 @@ def test_included_files_are_in_the_key(compiled, counted, tmp_path, monkeypatch)
         ("#if __has_include_next(<a.h>)", False),
         ('#embed "data"', False),
         ("%:include A_H", False),
+        ("#/* a */ include /**/ A_H", False),
+        ("char built[] = __DATE__;", False),
+        ("char built[] = __TIME__;", False),
     ],
 )
 def test_what_is_known_without_a_preprocessor(line, known):
@@ -707,7 +744,8 @@ def test_what_cannot_be_known_is_not_kept(compiled, counted, folder, tmp_path):
     for _ in range(2):
         compiled(source, options=[f"-I{tmp_path}"])
     compiled(SAXPY, options=["--pch", f"--pch-dir={tmp_path}"])
-    assert len(counted) == 3
+    compiled(SAXPY, options=[f" --time={tmp_path}/times.csv"])
+    assert len(counted) == 4
     assert not folder.exists()
 
 
