@@ -82,6 +82,7 @@ static bool parse_type(const char *type, KernelParameter *parameter)
     parameter->is_pointer = is_pointer;
     parameter->is_const = is_const;
     parameter->is_char = strcmp(word, "char") == 0;
+    parameter->is_value = strcmp(word, "value") == 0;
     parameter->dtype = parameter->is_char ? DTYPE_INT8 : DTYPE_OPAQUE;
     if (parameter->is_char || (is_pointer && strcmp(word, "void") == 0)) return true;
     for (Dtype dtype = DTYPE_BOOL; dtype <= DTYPE_COMPLEX128; dtype++)
@@ -95,7 +96,7 @@ static void forget_source(KernelParameter *parameter)
     PyMem_Free(parameter->type);
     parameter->name = parameter->type = NULL;
     parameter->dtype = DTYPE_OPAQUE;
-    parameter->is_pointer = parameter->is_const = parameter->is_char = false;
+    parameter->is_pointer = parameter->is_const = parameter->is_char = parameter->is_value = false;
 }
 
 /* 1 with what the source says of a parameter: a pair of a name and a type, each of which may be

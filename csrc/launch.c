@@ -213,7 +213,7 @@ static int read_scalar_by_size(const KernelObject *kernel, int i, PyObject *obje
     }
     if (PyLong_Check(object) && !PyBool_Check(object) && (bytes == 4 || bytes == 8))
         return read_integer(kernel, i, object, value);
-    if (PyFloat_Check(object) && (bytes == 4 || bytes == 8))
+    if (PyFloat_Check(object) && !kernel->parameters[i].is_value && (bytes == 4 || bytes == 8))
         return read_float(kernel, i, object, value);
     if (PyComplex_Check(object) && (bytes == 8 || bytes == 16))
         return read_complex(kernel, i, object, value);
@@ -353,7 +353,8 @@ static int read_argument(State *state, Arguments *arguments, int i, PyObject *ob
     const KernelObject *kernel = arguments->kernel;
     const KernelParameter *parameter = &kernel->parameters[i];
     const bool takes_array =
-        parameter->is_pointer || (parameter->type == NULL && parameter->bytes == sizeof(void *));
+        parameter->is_pointer ||
+        (parameter->type == NULL && !parameter->is_value && parameter->bytes == sizeof(void *));
     /* The commonest first. */
     if (takes_array && Py_TYPE(object) == state->array_type)
         return read_array(state, arguments, i, object);

@@ -24,6 +24,7 @@ typedef struct KernelParameter {
     char *type;    /* as messages write it, or NULL where it is not known; these follow from it: */
     Dtype dtype;   /* OPAQUE: any, behind a pointer */
     bool is_pointer, is_const, is_char;
+    bool is_value; /* of a type that has no dtype, and is no pointer */
 } KernelParameter;
 
 typedef struct KernelObject {

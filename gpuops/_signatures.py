@@ -7,7 +7,7 @@ without a preprocessor: what it leaves in doubt is unknown here, and then only t
 arguments are checked.
 
 A type is a word that the launch of a kernel understands: "float32", "const int8*", "void*" for a
-pointer to anything, and None for an unknown type.
+pointer to anything, "value" for a structure or an enumeration, and None for an unknown type.
 """
 
 import re
@@ -85,7 +85,15 @@ def _parameters(
         one for one in declared.get(_short(function.name), []) if len(one) == len(function.types)
     ]
     names = [name for name, _ in _agreed(same)] if same else [None] * len(function.types)
-    return tuple((name, kind.word) for name, kind in zip(names, function.types, strict=True))
+    words = map(_word_of_parameter, function.types)
+    return tuple(zip(names, words, strict=True))
+
+
+def _word_of_parameter(kind: "Type") -> str | None:
+    """Return the word for the type of a parameter, in which nothing is hidden behind a name."""
+    is_reference = kind.spelling.endswith("&")
+    is_builtin = kind.spelling in _BUILTIN.values()
+    return kind.word or (None if is_reference or is_builtin else "value")
 
 
 def _short(name: str) -> str:
@@ -425,6 +433,9 @@ _NAMED_TYPES = {
     "cuDoubleComplex": "complex128",
 }
 
+# CUDA's vectors, which are passed by value.
+_VECTOR = re.compile(r"(?:u?(?:char|short|int|long|longlong)|float|double)[1-4]|dim3")
+
 _Aliases: TypeAlias = dict[str, set[tuple[str, ...]]]
 # No type is spelled like this, so that a name with this meaning beside another has none.
 _IN_DOUBT = ("?",)
@@ -567,9 +578,11 @@ def _parameter(tokens: list[str], aliases: _Aliases) -> tuple[str | None, str | 
         return name, None
     first = words.index("*") if "*" in words else len(words)
     is_const = "const" in words[:first]
-    base = _base([word for word in words[:first] if word != "const"], aliases)
+    spelled = [word for word in words[:first] if word != "const"]
+    base = _base(spelled, aliases)
     if stars == 0:
-        return name, base
+        is_vector = _is_plain(spelled, aliases) and _VECTOR.fullmatch("".join(spelled))
+        return name, "value" if is_vector else base
     if stars > 1:
         last = len(words) if is_array else len(words) - 1 - words[::-1].index("*")
         return name, _pointer_to(None, "const" in words[first:last])

@@ -378,6 +378,15 @@ def test_structures(gpu):
     assert passed(gpu, "Pair", pair, 8) == pair.tobytes()
 
 
+def test_what_is_passed_by_value_is_no_array(gpu):
+    pair = np.array([(1.5, -7)], dtype=[("a", "f4"), ("b", "i4")])[0]
+    assert passed(gpu, "Pair", pair, 8, "value") == pair.tobytes()
+    assert passed(gpu, "float2", 1.5 - 2j, 8, "value") == np.complex64(1.5 - 2j).tobytes()
+    for value in (np.zeros(2, np.float32), gpu.gpuops.In(np.zeros(2, np.float32)), 1.5):
+        with pytest.raises(TypeError, match=r"show\(\) argument 1 \(value, 8 bytes\) (is|was) "):
+            passed(gpu, "float2", value, 8, "value")
+
+
 KINDS = """
 struct Big { int values[20]; };
 extern "C" __global__ void kinds(float f, unsigned char b, bool flag, int *x, Big big, short s) {}

@@ -106,10 +106,12 @@ PARAMETERS = [
                                                         ("b", "int16")]),
     ("__half h, const nv_bfloat16* b", [("h", "float16"), ("b", "const bfloat16*")]),
     ("cuFloatComplex* c, cuda::std::complex<double> d", [("c", "complex64*"), ("d", "complex128")]),
-    ("float2 v, float4* w, const struct Pair* p", [("v", None), ("w", "void*"),
+    ("float2 v, float4* w, const struct Pair* p", [("v", "value"), ("w", "void*"),
                                                    ("p", "const void*")]),
     ("float** x, const char* const* names", [("x", "void*"), ("names", "const void*")]),
     ("void* p, const void *q", [("p", "void*"), ("q", "const void*")]),
+    ("const dim3 d, uchar4 const, longlong2 l, float5 f, float2 g[]", [
+        ("d", "value"), (None, "value"), ("l", "value"), ("f", None), ("g", "void*")]),
     ("Box<int, 3> b, Box<float, 2>* c", [("b", None), ("c", "void*")]),
     ("void (*f)(int), float (&r)[3], float& s", [(None, None), (None, None), ("s", None)]),
     ("int n = 3, float x /* the , comma */, int m // more\n", [("n", "int32"), ("x", "float32"),
@@ -144,6 +146,9 @@ ALIASES = [
     ("struct Box { typedef unsigned size_t; };", "size_t", None),
     ("struct cuComplex { double real, imaginary; };", "cuComplex", None),
     ("typedef unsigned char uint8_t;", "uint8_t", "uint8"),
+    ("", "float2", "value"),
+    ("#define float2 float*", "float2", None),
+    ("using pair = float2;", "pair", None),
 ]
 
 
@@ -274,6 +279,15 @@ def test_kernels_are_named_as_in_the_source():
         "plain": ("plain", (("x", "const float32*"), ("n", "int32"))),
     }
     assert list(kernels)[:2] == ["scale<float>", "ns::alone"]
+
+
+def test_what_is_passed_by_value():
+    # float2, an enumeration and a structure of a template are known to be no pointers; a reference
+    # is one.
+    lowered = "_Z1f6float21E3BoxIPfERKiPS1_e"
+    (entry,) = describe_kernels([lowered], {}, []).values()
+    words = [word for _, word in entry[1]]
+    assert words == ["value", "value", "value", None, "void*", None]
 
 
 def test_names_of_expressions_go_before():
