@@ -2,6 +2,7 @@
  * and passed on. */
 #include "rtc.h"
 
+#include <math.h>
 #include <stdint.h>
 
 /* An array among the arguments, in the middle of a launch. */
@@ -173,6 +174,13 @@ static bool is_lost(double number, float single)
     return number - number == 0 && single - single != 0;
 }
 
+/* The same for the dtypes that NumPy casts to: bfloat16 is made of a float. */
+static bool is_lost_by_cast(double number, Dtype dtype)
+{
+    const double size = fabs(dtype == DTYPE_FLOAT16 ? number : (double)(float)number);
+    return isfinite(number) && size >= (dtype == DTYPE_FLOAT16 ? 65520. : 0x1.ffp127);
+}
+
 static int read_float(const KernelObject *kernel, int i, PyObject *object, void *value)
 {
     const KernelParameter *parameter = &kernel->parameters[i];
@@ -182,10 +190,11 @@ static int read_float(const KernelObject *kernel, int i, PyObject *object, void 
         write_bytes(value, &number, 8);
         return 0;
     }
-    if (parameter->bytes == 2) return cast_float(kernel, i, number, value);
     const float single = (float)number;
-    if (is_lost(number, single))
+    const bool is_cast = parameter->bytes == 2;
+    if (is_cast ? is_lost_by_cast(number, parameter->dtype) : is_lost(number, single))
         return refuse(PyExc_OverflowError, kernel, i, "cannot hold the Python float %R", object);
+    if (is_cast) return cast_float(kernel, i, number, value);
     write_bytes(value, &single, 4);
     return 0;
 }
@@ -235,10 +244,10 @@ static int read_typed_scalar(const KernelObject *kernel, int i, PyObject *object
     if (dtype_is_float(dtype) && (is_float || is_integer))
         return read_float(kernel, i, object, value);
     if (dtype_is_complex(dtype)) return read_complex(kernel, i, object, value);
-    return refuse(PyExc_TypeError, kernel, i,
-                  dtype == DTYPE_BOOL ? "was given %R: pass bool(...)"
-                                      : "was given %R: pass int(...), if that is meant",
-                  object);
+    const char *what = dtype == DTYPE_BOOL       ? "was given %R: pass bool(...)"
+                       : dtype_is_integer(dtype) ? "was given %R: pass int(...), if that is meant"
+                                                 : "was given %R: pass its .real, if that is meant";
+    return refuse(PyExc_TypeError, kernel, i, what, object);
 }
 
 static int refuse_numpy_scalar(const KernelObject *kernel, int i, const View *view)
@@ -258,6 +267,20 @@ static int refuse_numpy_scalar(const KernelObject *kernel, int i, const View *vi
     return refuse(PyExc_TypeError, kernel, i, text, NULL);
 }
 
+/* The fields of a structure have byte orders of their own, and a kernel is told none. */
+static int check_fields(const KernelObject *kernel, int i, PyArray_Descr *descr)
+{
+    if (descr == NULL || descr->type_num != NPY_VOID) return 0;
+    PyObject *native = PyObject_GetAttrString((PyObject *)descr, "isnative");
+    const int is_native = native == NULL ? -1 : PyObject_IsTrue(native);
+    Py_XDECREF(native);
+    if (is_native != 0) return is_native < 0 ? -1 : 0;
+    return refuse(PyExc_TypeError, kernel, i,
+                  "was given fields that are not in this machine's byte order, of %R: convert them "
+                  "with x.astype(x.dtype.newbyteorder('='))",
+                  (PyObject *)descr);
+}
+
 /* A NumPy scalar by its bytes. */
 static int read_numpy_scalar(const KernelObject *kernel, int i, PyObject *object, void *value)
 {
@@ -266,7 +289,9 @@ static int read_numpy_scalar(const KernelObject *kernel, int i, PyObject *object
     PyArrayObject *array = NULL;
     View view;
     int result = -1;
-    if (descr == NULL || check_dtype(descr, parameter->name) < 0) goto done;
+    if (descr == NULL || check_dtype(descr, parameter->name) < 0 ||
+        check_fields(kernel, i, descr) < 0)
+        goto done;
     fill_dtype(descr, &view);
     if (view.item_bytes != parameter->bytes ||
         (parameter->type != NULL && !dtype_fits(parameter, &view))) {
@@ -335,6 +360,10 @@ static int read_array(State *state, Arguments *arguments, int i, PyObject *objec
     const int found = read_array_operand(state, object, parameter->name, operand);
     arguments->array_count++; /* what it holds is released from now on */
     if (found != 0) return found < 0 ? -1 : 0;
+    if (array->is_written && is_numpy_scalar(object))
+        return refuse(PyExc_TypeError, kernel, i,
+                      "was given %R, which cannot be written to: pass an array, or In(...)",
+                      object);
     return read_host_array(kernel, i, object, operand);
 }
 
@@ -496,7 +525,8 @@ static int complete_arrays(Arguments *arguments)
         if (complete_operand(&arguments->arrays[i].operand) < 0) return -1;
     for (int i = 0; i < arguments->array_count; i++) {
         ArrayArgument *array = &arguments->arrays[i];
-        if (check_array(arguments->kernel, array) < 0 || check_overlaps(arguments, i) < 0)
+        if (check_fields(arguments->kernel, array->number, array->operand.descr) < 0 ||
+            check_array(arguments->kernel, array) < 0 || check_overlaps(arguments, i) < 0)
             return -1;
         arguments->launch_arrays[i] =
             (LaunchArray){&array->operand.view, array->is_read, array->is_written,

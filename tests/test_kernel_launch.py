@@ -371,11 +371,47 @@ def test_half_precision_scalars(gpu):
     expected = np.float16(0.1).tobytes()
     assert passed(gpu, "unsigned short", 0.1, 2, "float16") == expected
     assert passed(gpu, "unsigned short", np.float16(0.1), 2, "float16") == expected
+    infinity = np.float16("inf").tobytes()
+    assert passed(gpu, "unsigned short", float("inf"), 2, "float16") == infinity
+    assert passed(gpu, "unsigned short", -65519.99, 2, "float16") == np.float16(-65504).tobytes()
+
+
+@pytest.mark.parametrize(
+    ("word", "value"),
+    [("float16", 65520.0), ("float16", -1e6), ("bfloat16", 3.4e38), ("bfloat16", -(10**39))],
+)
+def test_half_precision_scalars_that_do_not_fit(gpu, word, value):
+    with pytest.raises(OverflowError, match="cannot hold the Python float"):
+        passed(gpu, "unsigned short", value, 2, word)
 
 
 def test_structures(gpu):
     pair = np.array([(1.5, -7)], dtype=[("a", "f4"), ("b", "i4")])[0]
     assert passed(gpu, "Pair", pair, 8) == pair.tobytes()
+    swapped = pair.astype(pair.dtype.newbyteorder(">"))
+    with pytest.raises(TypeError, match=r"fields that are not in this machine's byte order"):
+        passed(gpu, "Pair", swapped, 8)
+
+
+def test_structures_behind_a_pointer(gpu):
+    x = np.array([(1.5, -7)], dtype=[("a", "f4"), ("b", "i4")])
+    swapped = x.astype(x.dtype.newbyteorder(">"))
+    source = 'extern "C" __global__ void look(const void *x) {}'
+    with twins(gpu, look=lambda launch: None):
+        kernel = load(gpu, source)["look"]
+        kernel[1, 1](x)
+        for array in (swapped, gpu.gpuops.In(swapped), gpu.gpuops.to_device(swapped)):
+            with pytest.raises(TypeError, match="fields that are not in this machine's byte order"):
+                kernel[1, 1](array)
+
+
+def test_a_numpy_scalar_is_nothing_to_write_to(gpu, saxpy):
+    ops, y = gpu.gpuops, np.ones(1, np.float32)
+    saxpy[1, 1](2, ops.In(np.float32(3)), y, 1)
+    assert y[0] == 7
+    for wrapper in (ops.Out, ops.InOut):
+        with pytest.raises(TypeError, match="which cannot be written to"):
+            saxpy[1, 1](2, y, wrapper(np.float32(3)), 1)
 
 
 def test_what_is_passed_by_value_is_no_array(gpu):
@@ -408,7 +444,7 @@ WRONG = [
     (0, np.int32(1), TypeError, "was given a int32: pass numpy.float32"),
     (0, 1e300, OverflowError, "cannot hold the Python float 1e.300"),
     (0, 10**400, OverflowError, "too large"),
-    (0, 1j, TypeError, "was given 1j"),
+    (0, 1j, TypeError, r"was given 1j: pass its \.real"),
     (0, "1", TypeError, "is passed by value, and was given <class 'str'>"),
     (0, np.zeros(3, np.float32), TypeError, "is passed by value"),
     (0, None, TypeError, "is passed by value"),
