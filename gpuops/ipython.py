@@ -6,6 +6,7 @@ the time that a statement needs on the GPU.
 
 import argparse
 import math
+import re
 import shlex
 import statistics
 import timeit
@@ -108,7 +109,11 @@ class CudaMagics(Magics):
         that, kernels are found whose names are none in Python, such as the instances of templates
         that ``-e 'scale<float>'`` asks for. Options that are not known here are for the compiler.
         """
-        options, rest = _cuda_parser().parse_known_args(_words("%%cuda", line))
+        words = _words("%%cuda", line)
+        # To argparse these would be -e with a value.
+        others = [word for word in words if re.match("-e[^=]", word)]
+        options, rest = _cuda_parser().parse_known_args([w for w in words if w not in others])
+        rest += others
         name = options.name
         if name is not None and not name.isidentifier():
             raise UsageError(f"%%cuda: --name {name} is no name for a variable")
@@ -142,10 +147,12 @@ class CudaMagics(Magics):
         sample. ``-o`` returns a `GpuTime`, ``-q`` prints nothing. A statement of which the GPU is
         done before the next one is queued is timed as slowly as Python queues it.
         """
-        options = _timeit_parser().parse_args(line.split(" "))
-        statement = " ".join(options.statement).strip()
-        if not statement:
+        words = line.split()
+        options = _timeit_parser().parse_args(words)
+        if not options.statement:
             raise UsageError(f"%gpu_timeit: no statement\n{_timeit_parser().format_usage()}")
+        # As it was written, with the blanks within.
+        statement = line.split(None, len(words) - len(options.statement))[-1]
         if options.n < 0 or options.r < 1:
             raise UsageError("%gpu_timeit: -n and -r count from 1")
         transformed = self._shell.transform_cell(statement)

@@ -110,6 +110,7 @@ def test_what_is_wrong_with_the_line_is_said(cpu_device, execute):
         "%%cuda --name\n//",
         "%%cuda 'unfinished\n//",
         f"%%cuda {SM_90} --nonsense\n//",
+        f"%%cuda {SM_90} -enonsense\n//",
         "%gpu_timeit",
         "%gpu_timeit -n 0 -r 0 1 + 1",
         "%gpu_timeit -n many 1 + 1",
@@ -119,9 +120,10 @@ def test_what_is_wrong_with_the_line_is_said(cpu_device, execute):
     assert "expected one argument" in texts[1] and "usage: %%cuda" in texts[1]
     assert "No closing quotation" in texts[2]
     assert "unrecognized option --nonsense" in texts[3]
-    assert "no statement" in texts[4] and "usage: %gpu_timeit" in texts[4]
-    assert "-n and -r count from 1" in texts[5]
-    assert "invalid int value: 'many'" in texts[6]
+    assert "unrecognized option -enonsense" in texts[4]
+    assert "no statement" in texts[5] and "usage: %gpu_timeit" in texts[5]
+    assert "-n and -r count from 1" in texts[6]
+    assert "invalid int value: 'many'" in texts[7]
 
 
 TWIN = """
@@ -150,6 +152,9 @@ def test_kernels_become_callables(gpu, execute):
         "print(len(time.runs), time.loops, 0 <= time.best <= time.average < 1)",
         "%gpu_timeit -n 2 scale[1, 32](1.0, d, 5)",
         "%gpu_timeit no_such_name",
+        "%gpu_timeit -q  -n 2   -r 3  -o said = 'two  blanks'",
+        "print(_.loops, len(_.runs))",
+        "%gpu_timeit -q -n 1 -r 1 print('two  blanks')",
     )
     assert shown[2].text == "array([0., 2., 4., 6., 8.], dtype=float32)", shown[2].error
     assert shown[3].kind == "TypeError" and "x, float32*" in shown[3].error
@@ -159,3 +164,5 @@ def test_kernels_become_callables(gpu, execute):
         shown[5].text,
     ), (shown[5].text, shown[5].error)
     assert shown[6].kind == "NameError"
+    assert shown[8].text == "2 3\n", shown[7].error
+    assert shown[9].text == "two  blanks\n" * 2, shown[9].error
