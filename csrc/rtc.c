@@ -128,7 +128,6 @@ static void release_lower(void *module)
     module_release(module);
 }
 
-/* Takes over the reference to descr. */
 static PyObject *array_of_global(State *state, ModuleObject *module, PyArray_Descr *descr,
                                  const ModuleWork *work)
 {

@@ -50,7 +50,7 @@ def describe_kernels(
     """
     lowered_names = list(lowered_names)
     functions = {lowered: demangle(lowered) for lowered in lowered_names}
-    plain = [function.name for function in functions.values() if function]
+    plain = [function.name if function else lowered for lowered, function in functions.items()]
     if None not in functions.values():
         # Nothing but names is wanted then, and no file can give these another meaning.
         sources = [source for source in sources if "__global__" in source]

@@ -302,6 +302,14 @@ def test_names_of_expressions_go_before():
     assert kernels["ns::alone"] == ("_ZN2ns5aloneEPf", ((None, "float32*"),))
 
 
+def test_an_overload_with_a_name_of_c():
+    kernels = describe_kernels(["_Z5plainPf", "plain"], {}, [])
+    assert kernels == {
+        "plain(float*)": ("_Z5plainPf", ((None, "float32*"),)),
+        "plain": ("plain", None),
+    }
+
+
 def test_declarations_that_disagree_are_not_believed():
     source = '#if A\nextern "C" __global__ void f(float* x, int n);\n#else\n' \
              'extern "C" __global__ void f(double* x, int m);\n#endif'  # fmt: skip
