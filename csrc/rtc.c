@@ -131,17 +131,35 @@ static void release_lower(void *module)
 static PyObject *array_of_global(State *state, ModuleObject *module, PyArray_Descr *descr,
                                  const ModuleWork *work)
 {
-    const int64_t item_bytes = PyDataType_ELSIZE(descr), count = work->bytes / item_bytes;
-    Stream *stream = borrowed_stream(state, module->device, 0, "get_global");
-    if (stream == NULL) return NULL;
+    static char nothing[1];
+    npy_intp count = (npy_intp)(work->bytes / PyDataType_ELSIZE(descr));
+    PyObject *result = NULL;
+    /* An ndarray that nobody may look into, in which sub-arrays have become axes. */
+    Py_INCREF((PyObject *)descr);
+    PyArrayObject *layout = (PyArrayObject *)PyArray_NewFromDescr(&PyArray_Type, descr, 1, &count,
+                                                                  NULL, nothing, 0, NULL);
+    if (layout == NULL) return NULL;
+    descr = PyArray_DESCR(layout);
+    Stream *stream = check_dtype(descr, NULL) < 0
+                         ? NULL
+                         : borrowed_stream(state, module->device, 0, "get_global");
+    if (stream == NULL) goto done;
+    int64_t shape[GPUOPS_MAX_DIMS];
+    for (int i = 0; i < PyArray_NDIM(layout); i++) shape[i] = PyArray_DIM(layout, i);
     const Owner owner = {release_lower, module_hold(module->module)};
     Memory *memory;
     Status status = memory_adopt(work->data, work->bytes, stream, owner, &memory);
     stream_release(stream);
-    if (status == STATUS_OK)
-        return array_new(state, memory, work->data, descr, 1, &count, NULL, false);
-    module_release(module->module);
-    return raise_status(state, status, "get_global", module->device);
+    if (status == STATUS_OK) {
+        result =
+            array_new(state, memory, work->data, descr, PyArray_NDIM(layout), shape, NULL, false);
+    } else {
+        module_release(module->module);
+        raise_status(state, status, "get_global", module->device);
+    }
+done:
+    release(layout);
+    return result;
 }
 
 static PyObject *module_get_global(PyObject *self, PyObject *args, PyObject *keywords)

@@ -967,6 +967,10 @@ extern "C" __global__ void use(float *x)
         assert counter.to_host()[0] in ([0] if gpu.fake else range(1, 5))
         assert module.get_global("deep::value", "f8").shape == (1,)
         assert module.get_global("counter").shape == (4,)
+        columns = module.get_global("table", np.dtype(("f4", (2, 1))))
+        assert columns.to_host().tolist() == [[[5], [5]], [[5], [5]]]
+        with pytest.raises(TypeError, match="byte order"):
+            module.get_global("table", np.dtype((">f4", (2, 1))))
         with pytest.raises(ValueError, match="has 4 bytes, which elements of float64 do not fill"):
             module.get_global("counter", "f8")
         with pytest.raises(KeyError, match="there is no global variable 'nothing'"):
