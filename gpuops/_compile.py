@@ -191,6 +191,11 @@ class Target(NamedTuple):
 
 
 def _target(options: tuple[str, ...], device: str | int | None) -> Target:
+    if isinstance(device, str) and device == "cpu":
+        raise ValueError(
+            'device="cpu": kernels run on a GPU; without one, name an architecture in the options, '
+            "such as --gpu-architecture=sm_90, and no device"
+        )
     for option in options:
         if re.fullmatch(r"--?(dlto|dc|device-c|(rdc|relocatable-device-code)=true)", option):
             raise ValueError(
