@@ -196,12 +196,14 @@ def _target(options: tuple[str, ...], device: str | int | None) -> Target:
             'device="cpu": kernels run on a GPU; without one, name an architecture in the options, '
             "such as --gpu-architecture=sm_90, and no device"
         )
-    for option in options:
-        if re.fullmatch(r"--?(dlto|dc|device-c|(rdc|relocatable-device-code)=true)", option):
-            raise ValueError(
-                f"{option} makes code that has to be linked before it can be loaded: leave it out, "
-                "and put all of the source into one string, or in headers="
-            )
+    linked = [option for option in options if re.fullmatch(r"--?(dlto|dc|device-c)", option)]
+    if _value_of(options, ("-rdc", "--relocatable-device-code")) == "true":
+        linked.append("-rdc=true")
+    if linked:
+        raise ValueError(
+            f"{linked[0]} makes code that has to be linked before it can be loaded: leave it out, "
+            "and put all of the source into one string, or in headers="
+        )
     architecture = _value_of(options, ("-arch", "--gpu-architecture"))
     if architecture is None:
         ordinal, major, minor = _core._find_device(device, "compile")

@@ -335,6 +335,8 @@ def test_arguments_of_other_types(cpu_device, keywords, message):
         ([*SM_90, "-dlto"], "-dlto makes code that has to be linked"),
         ([*SM_90, "--relocatable-device-code=true"], "has to be linked before it can be loaded"),
         ([*SM_90, "-rdc=true"], "put all of the source into one string"),
+        ([*SM_90, "-rdc", "true"], "-rdc=true makes code that has to be linked"),
+        ([*SM_90, " -dc "], "-dc makes code that has to be linked"),
     ],
 )
 def test_options_that_give_nothing_to_load(cpu_device, options, message):
