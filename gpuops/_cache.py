@@ -132,8 +132,10 @@ def _read(folder: int, key: str) -> bytes | None:
         file = os.open(_name(key), flags, dir_fd=folder)
     except FileNotFoundError:
         return None
-    except OSError:
-        _remove(folder, _name(key))
+    except OSError as error:
+        # Where the process lacks something, the entry is not to blame.
+        if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+            _remove(folder, _name(key))
         return None
     try:
         entry = _contents(file)

@@ -1,5 +1,6 @@
 """The disk cache: what it keeps, whom it trusts, and what it does about damage."""
 
+import errno
 import os
 import stat
 import threading
@@ -241,6 +242,21 @@ def test_a_folder_in_the_place_of_an_entry_is_done_without(folder):
         _cache.store(KEY, b"data")
     assert _cache.load(OTHER) == b"data"
     assert len(list(folder.iterdir())) == 2
+
+
+def test_an_entry_outlives_a_lack_of_descriptors(folder, monkeypatch):
+    _cache.store(KEY, b"data")
+    real = os.open
+
+    def without_descriptors(path, flags, *arguments, **keywords):
+        if keywords.get("dir_fd") is not None:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), path)
+        return real(path, flags, *arguments, **keywords)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", without_descriptors)
+        assert _cache.load(KEY) is None
+    assert _cache.load(KEY) == b"data"
 
 
 def test_no_descriptor_is_left_open(folder):
