@@ -1,0 +1,147 @@
+"""Plants one bug after the other, and sees whether the tests notice.
+
+    python tests/planted/run.py             all bugs of plants.toml
+    python tests/planted/run.py NAME...     some of them
+
+It works on a copy of the tree, with the build on the fake CUDA runtime as the package under test,
+the CPU backend included; of that only what a bug makes stale is compiled anew. First every test
+that is to catch a bug has to pass without one. Exits with 1 if a bug is not caught.
+"""
+
+import argparse
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+TABLE = Path(__file__).with_name("plants.toml")
+
+DEADLINE = 300  # seconds for a check; a bug that makes it hang is caught by that
+TROUBLES = (2, 3, 4, 5)  # exit statuses of pytest that say nothing about the code
+
+
+class Plant(NamedTuple):
+    """A bug: in `file`, `old` becomes `new`; `check` are the tests that notice, as for pytest."""
+
+    name: str
+    fault: str
+    file: str
+    old: str
+    new: str
+    check: str
+
+    def planted(self, root):
+        """The text of the file with the bug in it, as long as there is one place to put it."""
+        text = Path(root, self.file).read_text()
+        found = text.count(self.old)
+        if found != 1:
+            raise LookupError(f"{self.name}: {self.file} has its old text {found} times, not once")
+        return text.replace(self.old, self.new)
+
+
+def read_plants():
+    with open(TABLE, "rb") as table:
+        return [
+            Plant(name=name, **entries)
+            for name, entries in tomllib.load(table).items()
+        ]  # fmt: skip
+
+
+def copy_tree(source, target):
+    """What a build and the tests need; with the times of the files, by which a build is current."""
+    ignore = shutil.ignore_patterns(
+        ".git", ".*_cache", ".hypothesis", "__pycache__", "lib.*", "*-asan", "*-tsan", "*.lock"
+    )
+    shutil.copytree(source, target, symlinks=True, ignore=ignore)
+    for built in target.glob("gpuops/_core*.so"):  # whose code is not what the bugs are planted in
+        built.unlink()
+
+
+def run(command, tree, timeout=None):
+    return subprocess.run(
+        command, cwd=tree, text=True, errors="replace", timeout=timeout,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+
+
+def build(tree):
+    result = run([sys.executable, "tests/faults/build.py"], tree)
+    if result.returncode != 0:
+        sys.exit(f"the build failed:\n{result.stdout}")
+
+
+def run_check(tree, checks):
+    """Runs tests; how it ended, and what was printed."""
+    command = [sys.executable, "-m", "pytest", "-x", "-v", "-p", "no:cacheprovider"]
+    command += ["--package=build/fake", "--fake=build/fake", "--require-fake", "-k", "not cuda"]
+    try:
+        result = run([*command, *checks], tree, DEADLINE)
+    except subprocess.TimeoutExpired as expired:
+        return "hangs", (expired.stdout or b"").decode(errors="replace")
+    passed = re.search(r"\d passed", result.stdout)
+    if result.returncode in TROUBLES or (result.returncode == 0 and not passed):
+        sys.exit(f"{' '.join(checks)} cannot be run:\n{result.stdout[-4000:]}")
+    ending = "passes" if result.returncode == 0 else "fails" if result.returncode > 0 else "crashes"
+    return ending, result.stdout
+
+
+def culprit(ending, output):
+    """The test that failed, or was under way at the end."""
+    if ending == "fails":
+        found = re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", output, re.MULTILINE)
+        return found[0] if found else "?"
+    found = re.findall(r"^(tests/\S+::.+?)(?: (?:PASSED|FAILED|SKIPPED).*)?$", output, re.MULTILINE)
+    return f"{found[-1] if found else '?'} ({ending})"
+
+
+def try_plants(plants, folder):
+    """Yields each plant with the test that caught it, or None, and the seconds it took."""
+    # All is built where it was built before, because paths are part of what makes it current.
+    tree, clean = folder / "tree", folder / "clean"
+    copy_tree(ROOT, tree)
+    build(tree)
+    checks = sorted({word for plant in plants for word in shlex.split(plant.check)})
+    ending, output = run_check(tree, checks)
+    if ending != "passes":
+        sys.exit(f"without a bug, {culprit(ending, output)} {ending}:\n{output[-4000:]}")
+    tree.rename(clean)
+    for plant in plants:
+        started = time.monotonic()
+        shutil.copytree(clean, tree, symlinks=True)
+        Path(tree, plant.file).write_text(plant.planted(tree))
+        build(tree)
+        ending, output = run_check(tree, shlex.split(plant.check))
+        shutil.rmtree(tree)
+        caught = None if ending == "passes" else culprit(ending, output)
+        yield plant, caught, time.monotonic() - started
+
+
+def main():
+    plants = {plant.name: plant for plant in read_plants()}
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("names", metavar="NAME", nargs="*", help="of a bug (default: all)")
+    wanted = parser.parse_args().names or list(plants)
+    unknown = [name for name in wanted if name not in plants]
+    if unknown:
+        parser.error(f"there is no bug {', '.join(unknown)} in {TABLE.name}")
+    missed = 0
+    print("| bug | what is wrong | caught by | s |\n|---|---|---|--:|", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        for plant, caught, seconds in try_plants([plants[name] for name in wanted], Path(folder)):
+            missed += caught is None
+            print(
+                f"| {plant.name} | {plant.fault} | {caught or '**nothing**'} | {seconds:.0f} |",
+                flush=True,
+            )
+    sys.exit(1 if missed else 0)
+
+
+if __name__ == "__main__":
+    main()
