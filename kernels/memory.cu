@@ -551,6 +551,7 @@ static void end(Memory *memory)
 /* Looks at the oldest of those that wait; who has to go on waiting goes to the end of the line. */
 static void settle(int most)
 {
+    if (runtime_is_leaving()) return;
     int count = __atomic_load_n(&waiting.count, __ATOMIC_ACQUIRE);
     for (count = most < 0 || count < most ? count : most; count > 0; count--) {
         pthread_mutex_lock(&lock);
@@ -637,8 +638,9 @@ Status memory_info(int device, MemoryInfo *info)
 Status memory_empty_cache(int device)
 {
     int previous;
-    if (device_is_capturing(device)) return refuse_capture("empty_cache");
-    Status status = device_enter(device, &previous);
+    Status status = runtime_check();
+    if (status == STATUS_OK && device_is_capturing(device)) status = refuse_capture("empty_cache");
+    if (status == STATUS_OK) status = device_enter(device, &previous);
     if (status != STATUS_OK) return status;
     settle(ALL);
     memory_flush_device(device);

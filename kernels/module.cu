@@ -68,6 +68,7 @@ static void unload(Module *module)
 
 static void unload_those_that_wait(void)
 {
+    if (runtime_is_leaving()) return;
     pthread_mutex_lock(&lock);
     Module *list = waiting;
     waiting = NULL;

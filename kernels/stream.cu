@@ -392,7 +392,8 @@ Status stream_wait(Stream *waiting, Stream *awaited)
 Status stream_wait_as_told(Stream *waiting, Stream *awaited)
 {
     if (in_same_order(waiting, awaited)) return STATUS_OK;
-    Status status = check_captures(waiting, awaited);
+    Status status = runtime_check();
+    if (status == STATUS_OK) status = check_captures(waiting, awaited);
     return status == STATUS_OK ? wait_by_event(waiting, awaited) : status;
 }
 
@@ -494,9 +495,11 @@ Status event_elapsed(Event *start, Event *end, float *milliseconds)
 
 Status event_wait(Event *event, Stream *waiting)
 {
+    Status status = runtime_check();
+    if (status != STATUS_OK) return status;
     Stream *awaited = event_stream(event);
     if (awaited == NULL) return STATUS_OK; /* it was never recorded */
-    Status status = check_captures(waiting, awaited);
+    status = check_captures(waiting, awaited);
     stream_release(awaited);
     if (status != STATUS_OK) return status;
     return on_device(waiting->device, [&] {

@@ -77,6 +77,8 @@ def gpu_problem():
     """Why there is no GPU to test on, or None."""
     import gpuops
 
+    if Path(gpuops.__path__[0]).with_name("cudart").is_dir():
+        return "the package under test was built on the fake runtime"
     return None if gpuops.is_available() else gpuops.show_config(mode="dicts")["cuda_problem"]
 
 

@@ -224,6 +224,148 @@ FOREIGN_KINDS = {
 }
 
 
+# Everything of a device that a parent had, in a child that was born beside threads at work: each
+# call is refused at once, whatever lock one of those threads had, and CUDA is left alone.
+DEVICE_OBJECTS = (
+    CPU
+    + """
+import gc, threading
+from pathlib import Path
+from faults.fake import Fake
+
+cudart = Path(gpuops.__path__[0]).parent / "cudart"
+fake = Fake(cudart) if cudart.is_dir() else None
+cuda_calls = fake.calls if fake else lambda: 0
+
+class Loan:
+    def __init__(self, array):
+        self.array, self.__cuda_array_interface__ = array, array.__cuda_array_interface__
+
+d, stream = gpuops.to_device(x), gpuops.Stream()
+view, result = d[1:], gpuops.gather(d, indices, stream=stream)
+event, capsule = stream.record(), d.__dlpack__(max_version=(1, 3))
+imported = gpuops.from_dlpack(d)
+if fake:
+    fake.set_scheduler("lazy")
+# Its owner is told when the work is over, which nobody asks for before the fork.
+gpuops.gather(gpuops.asarray(Loan(d)), indices, stream=stream)
+
+def refused():
+    calls = cuda_calls()
+    out = np.zeros_like(x)
+    for call in (
+        d.to_host, lambda: d.to_host(out), lambda: result.to_host(), d.copy, lambda: d.fill(1),
+        lambda: gpuops.gather(d, [1]), lambda: gpuops.gather(view, [1], out=d[:1]),
+        lambda: gpuops.add(d, imported), lambda: gpuops.matmul(x[:4], x[:4], device="cuda"),
+        lambda: gpuops.scatter(d, [1], 2), lambda: gpuops.gather(x, [1], stream=stream),
+        lambda: gpuops.to_device(x), lambda: gpuops.zeros(3), lambda: gpuops.empty(3),
+        stream.synchronize, stream.query, stream.record, lambda: stream.wait(event),
+        lambda: stream.wait(gpuops.current_stream()),
+        event.synchronize, event.query, gpuops.Stream, gpuops.Event, gpuops.synchronize,
+        gpuops.memory_info, gpuops.empty_cache, lambda: gpuops.memory_limit(1 << 20),
+        lambda: d.__dlpack__(dl_device=(1, 0)), lambda: gpuops.asarray(d).to_host(),
+    ):
+        try:
+            call()
+        except gpuops.ForkedProcessError as error:
+            assert "spawn" in str(error), error
+        else:
+            raise AssertionError("no ForkedProcessError")
+    assert not out.any()
+    # What needs no CUDA is still there.
+    assert d.shape == x.shape and d[3:].dtype == x.dtype and len(view) == len(x) - 1
+    assert d.reshape(-1, 2).ndim == 2 and d.device == 0 and stream.device == 0
+    on_cpu()
+    assert cuda_calls() == calls, f"{cuda_calls() - calls} CUDA calls"
+
+def drop():
+    global d, view, result, stream, event, capsule, imported
+    calls = cuda_calls()
+    del d, view, result, stream, event, capsule, imported
+    gc.collect()
+    on_cpu()
+    assert cuda_calls() == calls, f"{cuda_calls() - calls} CUDA calls"
+BODY
+assert (d.to_host() == x).all() and (result.to_host() == expected).all()
+stream.synchronize()
+event.synchronize()
+print("done")
+"""
+)
+DEVICE_OBJECT_BODIES = {
+    "every call": "in_child(refused)",
+    "dropped in the child": "in_child(drop); in_child(lambda: (refused(), drop()))",
+    "beside threads at work": """
+stop = threading.Event()
+def work():
+    with gpuops.Stream() as own:
+        while not stop.is_set():
+            kept = gpuops.gather(gpuops.to_device(x[:1000]), [1, 2])
+            own.record().synchronize()
+            gpuops.synchronize()
+            gpuops.memory_info()
+            gpuops.Stream().record()
+threads = [threading.Thread(target=work, daemon=True) for _ in range(3)]
+for thread in threads:
+    thread.start()
+for _ in range(20):
+    in_child(lambda: (refused(), drop()))
+stop.set()
+for thread in threads:
+    thread.join()
+""",
+    "by a thread within a block": """
+def work():
+    with gpuops.Stream(), gpuops.device("cuda"):
+        gpuops.gather(d, [1])
+        in_child(refused)
+        in_child(lambda: sys.exit("never seen") if gpuops.is_available() else None)
+        assert gpuops.gather(d, [7]).to_host() == 7
+    left.append(True)
+left = []
+thread = threading.Thread(target=work)
+thread.start()
+thread.join()
+assert left
+""",
+    "a child that ends as any process does": """
+sys.stdout.flush()
+for _ in range(3):
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)
+        sys.exit()
+    assert os.waitpid(child, 0)[1] == 0
+""",
+    "a child that becomes another program": """
+import subprocess
+code = "import gpuops; print(gpuops.gather(gpuops.to_device([5, 6]), [1]).to_host())"
+child = os.fork()
+if child == 0:
+    os.execv(sys.executable, [sys.executable, "-P", "-c", code])
+assert os.waitpid(child, 0)[1] == 0
+output = subprocess.run([sys.executable, "-P", "-c", code], preexec_fn=lambda: on_cpu(),
+                        capture_output=True, text=True, timeout=20, check=True)
+assert output.stdout == "[6]\\n" and output.stderr == ""
+""",
+    "a grandchild whose parent is gone": """
+reader, writer = os.pipe()
+def orphan():
+    if os.fork() == 0:
+        signal.alarm(20)
+        time.sleep(0.1)
+        refused()
+        drop()
+        os.write(writer, b"well")
+        os._exit(0)
+import time
+in_child(orphan)
+os.close(writer)
+assert os.read(reader, 10) == b"well"
+""",
+}
+
+
 MULTIPROCESSING = """
 import multiprocessing, sys
 import numpy as np
@@ -273,6 +415,14 @@ def test_arrays_of_others_before_fork(gpuops, device, kind, first):
     source = source.replace("NAMES", repr([first]))
     environment = {"GPUOPS_NUM_THREADS": "2", "GPUOPS_DEVICE": "cpu"}
     assert run_child(gpuops, source, **environment) == "done\n"
+
+
+@pytest.mark.parametrize("name", DEVICE_OBJECT_BODIES)
+def test_objects_of_a_device(gpu, name):
+    source = DEVICE_OBJECTS.replace("BODY", DEVICE_OBJECT_BODIES[name])
+    environment = {"GPUOPS_NUM_THREADS": "2", "GPUOPS_DEVICE": "cuda:0"}
+    output = run_child(gpu.gpuops, source, **environment)
+    assert output.splitlines()[-1] == "done"
 
 
 def test_cuda_after_fork(gpuops, device):
