@@ -357,6 +357,40 @@ def test_every_small_overlap(operator, function, device):
         assert np.array_equal(buffer, expected, equal_nan=buffer.dtype.kind == "f"), case
 
 
+def slices(shape, items):
+    """Every slice along the one axis of a buffer that gives a view of this shape."""
+    size = int(np.prod(shape, dtype=int))
+    for start, step in itertools.product(range(items), (1, 2, -1) if len(shape) == 1 else (1,)):
+        last = start + (size - 1) * step
+        if 0 <= last < items:
+            stop = last + (1 if step > 0 else -1)
+            yield slice(start, None if stop < 0 else stop, step)
+
+
+def test_every_small_overlap_on_a_device(gpu, operator):
+    function, to_device = getattr(gpu.gpuops, operator.name), gpu.gpuops.to_device
+    pristine, shapes = small_buffer(operator), SMALL[operator.name]
+    target = 0 if is_in_place(operator) else len(shapes) - 1
+    places = [list(slices(shape, pristine.size)) for shape in shapes]
+    for case in overlapping_cases(places, target):
+        buffer = to_device(pristine)
+        views = [
+            to_device(np.resize(pristine, shape)) if place is None else buffer[place].reshape(shape)
+            for shape, place in zip(shapes, case, strict=True)
+        ]
+        arguments, keywords = views, {}
+        if not is_in_place(operator):
+            *arguments, out = views
+            keywords = {out_name(operator): out}
+        copies = [argument.copy() for argument in arguments]
+        result = function(*copies)
+        expected = pristine.copy()
+        changed = expected[case[target]].reshape(shapes[target])
+        changed[...] = (copies[0] if is_in_place(operator) else result).to_host()
+        function(*arguments, **keywords)
+        assert buffer.to_host().tolist() == expected.tolist(), case
+
+
 def elements_share_memory(array):
     """Looked at element by element."""
     offsets = np.zeros(array.shape, np.int64)

@@ -193,6 +193,20 @@ print(gpuops.show_config(mode="dicts")["cpu_threads"], started)
 """
 
 
+def test_each_part_of_the_work_is_done_once(cpu_device):
+    """No range is taken by two workers, which would add everything in it twice."""
+    source = """
+import gpuops, numpy as np
+indices = np.random.default_rng(0).integers(0, 1000, size=20_000)
+expected = np.bincount(indices, minlength=1000)
+for _ in range(30):
+    x = np.zeros((1000, 32))
+    gpuops.scatter_add(x, indices, np.ones((20_000, 32)), device="cpu")
+    assert (x == expected[:, None]).all()
+"""
+    assert run_child(cpu_device.gpuops, source, GPUOPS_NUM_THREADS="4") == ""
+
+
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_number_of_threads_can_be_set(cpu_device, count):
     output = run_child(

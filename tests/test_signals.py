@@ -1,0 +1,245 @@
+"""Signals while calls run: KeyboardInterrupt comes at once, and all goes on after it.
+
+Everything runs in processes of its own: a signal that comes late must not hit the tests.
+"""
+
+import pytest
+from helpers import run_child
+
+BEGIN = """
+import gc, os, random, signal, sys, threading, time
+import numpy as np
+import gpuops
+x = np.arange(1 << 16)
+indices = np.random.default_rng(0).integers(0, 1 << 16, size=1 << 16)
+expected = x[indices]
+
+def all_is_well():
+    assert (gpuops.gather(x, indices) == expected).all()
+    assert (gpuops.add(x, x) == 2 * x).all()
+    try:
+        gpuops.gather(x, [1 << 16])
+    except IndexError:
+        pass
+    else:
+        raise AssertionError("no IndexError")
+
+def interrupt_after(seconds, signal_number=signal.SIGINT):
+    # Another thread sends it, as a terminal does: to the process.
+    def send():
+        time.sleep(seconds)
+        sent.append(time.monotonic())
+        os.kill(os.getpid(), signal_number)
+    sent = []
+    threading.Thread(target=send).start()
+    return sent
+
+all_is_well()
+"""
+
+# The calls of a loop that the signal ends.
+LOOP = """
+rows = np.zeros((64, 1 << 14))
+longest = 0
+sent = interrupt_after(0.3)
+try:
+    while True:
+        begin = time.monotonic()
+        CALL
+        longest = max(longest, time.monotonic() - begin)
+except KeyboardInterrupt:
+    late = time.monotonic() - sent[0]
+assert late < 1 + 2 * longest, f"{late:.2f} s, where a call takes {longest:.2f} s"
+all_is_well()
+print("done")
+"""
+
+LONG_CALLS = {
+    "gather": "gpuops.gather(rows, np.arange(64))",
+    "scatter_add": "gpuops.scatter_add(rows, np.arange(64), 1.0)",
+    "sigmoid": "gpuops.sigmoid(rows)",
+    "matmul": "gpuops.matmul(rows[:, :512], rows[:, :512].T)",
+    "correlate": "gpuops.correlate(rows[:, :4096], np.ones((3, 3)))",
+}
+
+
+@pytest.mark.parametrize("name", LONG_CALLS)
+def test_keyboard_interrupt(gpuops, device, name):
+    source = BEGIN + LOOP.replace("CALL", LONG_CALLS[name])
+    assert run_child(gpuops, source, GPUOPS_DEVICE=device.default) == "done\n"
+
+
+# Work is on its way when the signal comes, and its arrays are dropped by the exception.
+PENDING = """
+from pathlib import Path
+cudart = Path(gpuops.__path__[0]).parent / "cudart"
+if cudart.is_dir():
+    from faults.fake import Fake
+    Fake(cudart).set_scheduler("lazy")
+
+def work():
+    stream = gpuops.Stream()
+    big = gpuops.zeros(1 << 19, stream=stream)
+    results = []
+    for i in range(40):
+        big.fill(i, stream=stream)
+        results.append(gpuops.gather(gpuops.to_device(x), indices, stream=stream))
+    sent = interrupt_after(0.02)
+    try:
+        WAIT
+        time.sleep(10)
+    except KeyboardInterrupt:
+        assert time.monotonic() - sent[0] < 10
+        assert stream.query()
+        assert (results[-1].to_host() == expected).all() and (big.to_host() == 39).all()
+        return
+    raise AssertionError("no KeyboardInterrupt")
+
+work()
+gc.collect()
+gpuops.synchronize()
+assert gpuops.memory_info().used == 0
+all_is_well()
+print("done")
+"""
+
+WAITS = {
+    "synchronize": "stream.synchronize()",
+    "to_host": "results[-1].to_host()",
+    "an event": "stream.record().synchronize()",
+    "the device": "gpuops.synchronize()",
+}
+
+
+@pytest.mark.parametrize("name", WAITS)
+def test_keyboard_interrupt_of_a_wait(gpu, name):
+    source = BEGIN + PENDING.replace("WAIT", WAITS[name])
+    assert run_child(gpu.gpuops, source, GPUOPS_DEVICE="cuda:0") == "done\n"
+
+
+# Whatever a call was doing when a signal came, its operands and callbacks are those of a call that
+# failed: the next one is right, and nothing is left behind.
+RANDOM = """
+class Interrupted(Exception):
+    pass
+
+def handler(number, frame):
+    global armed, interrupted
+    if armed:
+        armed = False
+        interrupted += 1
+        raise Interrupted
+
+class Index:
+    def __init__(self, value):
+        self.value = value
+    def __index__(self):
+        return sum([self.value for _ in range(50)]) // 50
+
+class Array:
+    def __array__(self, dtype=None, copy=None):
+        return np.array([sum(range(100)), 2.0])
+
+def refused():
+    try:
+        gpuops.gather(small, [0, 99])
+    except IndexError:
+        pass
+
+small, places, out = np.arange(10.0), np.array([3, -1, 0]), np.zeros(3)
+square = np.arange(16.0).reshape(4, 4)
+operands = [x, indices, small, places, out, square]
+calls = [
+    lambda: gpuops.gather(small, places),
+    lambda: gpuops.gather(small, places, out=out),
+    lambda: gpuops.gather(x, indices),
+    lambda: gpuops.gather(square, [0, 3], axis=Index(1)),
+    lambda: gpuops.gather(Array(), [1, 0]),
+    lambda: gpuops.scatter_add(out, [0, 2, 2], 1.0),
+    lambda: gpuops.saxpy(2.0, x, x),
+    lambda: gpuops.matmul(square, square),
+    lambda: gpuops.correlate(square, square[:3, :3]),
+    refused,
+]
+if os.environ["GPUOPS_DEVICE"] != "cpu":
+    d, stream = gpuops.to_device(small), gpuops.Stream()
+    class Foreign:
+        @property
+        def __cuda_array_interface__(self):
+            return {**d.__cuda_array_interface__, "stream": sum([1] * 50) // 50}
+    foreign = Foreign()
+    operands += [d, stream, foreign]
+    calls += [
+        lambda: gpuops.gather(d, places, stream=stream).to_host(),
+        lambda: gpuops.gather(foreign, [1, 2]),
+        lambda: gpuops.add(d, foreign, stream=stream),
+        lambda: gpuops.asarray(foreign)[1:].copy(),
+        lambda: gpuops.from_dlpack(d).__dlpack__(),
+        lambda: stream.record().synchronize(),
+        lambda: repr(d),
+        gpuops.synchronize,
+    ]
+
+def state():
+    gc.collect()
+    held = [sys.getrefcount(operand) for operand in operands]
+    if os.environ["GPUOPS_DEVICE"] != "cpu":
+        gpuops.synchronize()
+        held.append(gpuops.memory_info().used)
+    return held
+
+def send(stop):
+    while not stop.wait(random.uniform(0.001, 0.01)):
+        os.kill(os.getpid(), signal.SIGINT)
+
+armed, interrupted, turns = False, 0, 0
+for number in (signal.SIGINT, signal.SIGALRM):
+    signal.signal(number, handler)
+for call in calls * 3:
+    call()
+stop = threading.Event()
+sender = threading.Thread(target=send, args=(stop,))
+sender.start()
+before = state()
+deadline = time.monotonic() + 2
+while time.monotonic() < deadline:
+    turns += 1
+    call = random.choice(calls)
+    try:
+        armed = True
+        signal.setitimer(signal.ITIMER_REAL, random.uniform(1e-6, 3e-4))
+        while armed:
+            call()
+    except Interrupted:
+        pass
+signal.setitimer(signal.ITIMER_REAL, 0)
+stop.set()
+sender.join()
+assert interrupted == turns > 200, (interrupted, turns)
+assert state() == before, (before, state())
+all_is_well()
+print("done")
+"""
+
+
+def test_random_signals(gpuops, device):
+    assert run_child(gpuops, BEGIN + RANDOM, GPUOPS_DEVICE=device.default) == "done\n"
+
+
+def test_signals_go_to_threads_of_python(gpuops):
+    """Not to the workers of the CPU backend, who would be stopped in the middle of their work."""
+    source = """
+import os, gpuops, numpy as np
+before = set(os.listdir("/proc/self/task"))
+x = np.zeros((64, 1 << 16))
+gpuops.gather(x, np.arange(64), device="cpu")
+workers = set(os.listdir("/proc/self/task")) - before
+for worker in workers:
+    with open(f"/proc/self/task/{worker}/status") as status:
+        blocked = next(line for line in status if line.startswith("SigBlk:"))
+    mask = int(blocked.split()[1], 16)
+    assert all(mask >> number - 1 & 1 for number in (1, 2, 3, 10, 13, 14, 15)), blocked
+print(len(workers))
+"""
+    environment = {"GPUOPS_NUM_THREADS": "3", "OPENBLAS_NUM_THREADS": "1"}
+    assert run_child(gpuops, source, **environment) == "2\n"
