@@ -58,8 +58,18 @@ static int leave_at_exit(PyObject *module)
     return result;
 }
 
+/* Devices, streams and memory are the process's, and would be shut down with any interpreter. From
+ * 3.12 on Python itself keeps the others out, see below. */
+static int require_main_interpreter(void)
+{
+    if (PyInterpreterState_GetID(PyInterpreterState_Get()) == 0) return 0;
+    PyErr_SetString(PyExc_ImportError, "gpuops loads in the main interpreter only, as NumPy does");
+    return -1;
+}
+
 static int execute(PyObject *module)
 {
+    if (require_main_interpreter() < 0) return -1;
     import_array1(-1);
     blas_set_finder(find_blas);
     State *state = PyModule_GetState(module);
