@@ -66,6 +66,7 @@ LIARS = {
     "a stride reaches too far": {"shape": (1 << 20, 3), "strides": (1 << 50, 1)},
     "strides reach too far together": {"strides": ((1 << 59), (1 << 59))},
     "strides reach too far in both directions": {"strides": ((1 << 59), -(1 << 59))},
+    "strides that come round to nothing": {"shape": (2,) * 4, "ndim": 4, "strides": (1 << 59,) * 4},
     "no data": {"data": None},
     "the offset overflows": {"byte_offset": (1 << 64) - 8},
     "beyond the highest address": {"data": (1 << 64) - 16},

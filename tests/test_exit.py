@@ -310,6 +310,37 @@ def test_exit_with_a_gpu(gpu, name):
     leave(gpu.gpuops, gpu, "d = gpuops.to_device(x)\n" + ON_THE_GPU[name])
 
 
+def test_cuda_is_left_alone_after_the_end(fake_device):
+    """When Python takes the last objects apart, the driver may have done so with its own."""
+    before = """
+@atexit.register
+def the_end():
+    last.before = fake.calls()
+"""
+    source = """
+from pathlib import Path
+from faults.fake import Fake
+fake = Fake(Path(gpuops.__path__[0]).parent / "cudart")
+
+class Last:
+    def __init__(self):
+        self.fake, self.write = fake, os.write
+    def __del__(self):
+        self.write(1, b"%d calls" % (self.fake.calls() - self.before))
+
+def keep():
+    d, stream, event = gpuops.to_device(np.arange(700_000)), gpuops.Stream(), gpuops.Event()
+    stream.record(event)
+    return [d, d[1:], gpuops.gather(d, [1], stream=stream), stream, event, d.__dlpack__()]
+
+# What sys holds goes at the very end, in the order in which it came there.
+sys.kept = keep()
+sys.last = last = Last()
+"""
+    source = BEGIN.replace("BEFORE_THE_IMPORT", before) + source
+    assert run_child(fake_device.gpuops, source, GPUOPS_DEVICE="cuda:0") == "0 calls"
+
+
 def test_exit_with_modules(gpu, tmp_path):
     try:
         gpu.gpuops.compile("")

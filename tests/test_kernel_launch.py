@@ -349,6 +349,27 @@ def test_python_scalars_as_the_parameter_has_them(gpu, kind, word, dtype, value)
 
 
 @pytest.mark.parametrize(
+    ("kind", "word"),
+    [
+        ("signed char", "int8"),
+        ("short", "int16"),
+        ("int", "int32"),
+        ("long long", "int64"),
+        ("unsigned", "uint32"),
+        (None, "int32"),
+    ],
+)
+def test_integers_that_do_not_fit(gpu, kind, word):
+    limits, width = np.iinfo(word), np.dtype(word).itemsize
+    known = word if kind else None
+    for value in (int(limits.min), int(limits.max)):
+        assert passed(gpu, kind or "int", value, width, known) == np.array(value, word).tobytes()
+    for value in (int(limits.min) - 1, int(limits.max) + 1, 2**64, -(2**70)):
+        with pytest.raises(OverflowError, match=f"cannot hold the Python integer {value}"):
+            passed(gpu, kind or "int", value, width, known)
+
+
+@pytest.mark.parametrize(
     ("kind", "dtype", "value"),
     [
         ("bool", "?", True),

@@ -179,6 +179,18 @@ def test_memory_limit(gpuops, limited):
     assert d.copy().to_host().all()
 
 
+def test_a_limit_is_exact(gpuops, limited):
+    limited(3 * MEBIBYTE + 1)
+    d = gpuops.empty(3 * MEBIBYTE + 1, "u1")
+    with pytest.raises(MemoryError, match="limit"):
+        gpuops.empty(1, "u1")
+    del d
+    gpuops.empty_cache()
+    with pytest.raises(MemoryError, match="limit"):
+        gpuops.empty(3 * MEBIBYTE + 2, "u1")
+    assert gpuops.empty(3 * MEBIBYTE + 1, "u1").size
+
+
 def test_a_limit_below_what_is_used(gpuops, limited):
     d = gpuops.to_device(np.arange(1000))
     gpuops.empty_cache()

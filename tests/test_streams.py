@@ -560,6 +560,21 @@ def test_sources_that_are_dropped_at_once(gpuops, scheduler):
             assert (result.to_host() == i).all()
 
 
+def test_large_sources_that_are_dropped_at_once(gpuops, scheduler):
+    """What is too large to be kept for the next array goes back in the order of its own stream."""
+    home, other = gpuops.Stream(), gpuops.Stream()
+    host = np.arange(700_000)
+    for turn in range(4):
+        results = []
+        for stream in (home, other):
+            large = gpuops.to_device(host + turn, stream=home)
+            results.append(gpuops.gather(large, [0, 1, -1], stream=stream))
+            del large
+            gpuops.empty(host.shape, host.dtype, stream=other).fill(-1)
+        for result in results:
+            assert result.to_host().tolist() == [turn, turn + 1, turn + 699_999]
+
+
 def test_a_slow_stream_is_not_overtaken(gpuops, gpu, scheduler):
     slow, fast = gpuops.Stream(), gpuops.Stream()
     d = gpuops.zeros(1000, "i4", stream=slow)
