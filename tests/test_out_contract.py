@@ -330,7 +330,10 @@ def test_every_small_overlap(operator, function, device):
     pristine, shapes = buffer.copy(), SMALL[operator.name]
     target = 0 if is_in_place(operator) else len(shapes) - 1
     places = [list(placements(shape, buffer.dtype, buffer)) for shape in shapes]
-    for case in overlapping_cases(places, target):
+    cases = list(overlapping_cases(places, target))
+    if device.name != "cpu":  # which all share the code that looks at the operands
+        cases = cases[:: len(cases) // 400 + 1]
+    for case in cases:
         buffer[:] = pristine
         views = [
             np.resize(pristine, shape)

@@ -48,10 +48,7 @@ class Plant(NamedTuple):
 
 def read_plants():
     with open(TABLE, "rb") as table:
-        return [
-            Plant(name=name, **entries)
-            for name, entries in tomllib.load(table).items()
-        ]  # fmt: skip
+        return [Plant(name=name, **entries) for name, entries in tomllib.load(table).items()]
 
 
 def copy_tree(source, target):
@@ -65,10 +62,8 @@ def copy_tree(source, target):
 
 
 def run(command, tree, timeout=None):
-    return subprocess.run(
-        command, cwd=tree, text=True, errors="replace", timeout=timeout,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "timeout": timeout}
+    return subprocess.run(command, cwd=tree, text=True, errors="replace", **options)
 
 
 def build(tree):
@@ -84,7 +79,7 @@ def run_check(tree, checks):
     try:
         result = run([*command, *checks], tree, DEADLINE)
     except subprocess.TimeoutExpired as expired:
-        return "hangs", (expired.stdout or b"").decode(errors="replace")
+        return "hangs", (expired.stdout or b"").decode(errors="replace")  # never text
     passed = re.search(r"\d passed", result.stdout)
     if result.returncode in TROUBLES or (result.returncode == 0 and not passed):
         sys.exit(f"{' '.join(checks)} cannot be run:\n{result.stdout[-4000:]}")
@@ -95,10 +90,11 @@ def run_check(tree, checks):
 def culprit(ending, output):
     """The test that failed, or was under way at the end."""
     if ending == "fails":
-        found = re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", output, re.MULTILINE)
-        return found[0] if found else "?"
-    found = re.findall(r"^(tests/\S+::.+?)(?: (?:PASSED|FAILED|SKIPPED).*)?$", output, re.MULTILINE)
-    return f"{found[-1] if found else '?'} ({ending})"
+        found = re.findall(r"^(?:FAILED|ERROR) (tests/.+?)(?: - .*)?$", output, re.MULTILINE)
+        return found[0] if found else "the end of the process"
+    word = r"(?: (?:PASSED|FAILED|SKIPPED|ERROR|Fatal).*)?$"
+    found = re.findall(rf"^(tests/\S+::.+?){word}", output, re.MULTILINE)
+    return f"{found[-1] if found else 'all'} {ending}"
 
 
 def try_plants(plants, folder):
