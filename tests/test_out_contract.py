@@ -321,7 +321,7 @@ def overlapping_cases(places, target):
             case[moved], case[target] = place, out
             yield case
     everywhere = list(itertools.product(*places))
-    yield from everywhere[:: len(everywhere) // 300 + 1]
+    yield from everywhere[:: len(everywhere) // 100 + 1]
 
 
 def test_every_small_overlap(operator, function, device):
@@ -409,7 +409,7 @@ def test_every_out_whose_elements_share_memory(operator, function):
     arguments = operands_of(operator, 2, "f4")
     expected = arguments[0] if is_in_place(operator) else np.asarray(function(*arguments))
     memory = np.zeros(200, "u1")
-    for strides in itertools.product(range(-10, 26, 2), repeat=expected.ndim):
+    for strides in itertools.product((-8, -4, 0, 2, 4, 6, 8, 12, 16, 24), repeat=expected.ndim):
         out = as_strided(memory[60:].view("V4")[:1], expected.shape, strides).view("f4")
         memory[:] = 7
         if is_in_place(operator):

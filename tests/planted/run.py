@@ -72,12 +72,12 @@ def build(tree):
         sys.exit(f"the build failed:\n{result.stdout}")
 
 
-def run_check(tree, checks):
+def run_check(tree, checks, deadline=DEADLINE):
     """Runs tests; how it ended, and what was printed."""
     command = [sys.executable, "-m", "pytest", "-x", "-v", "-p", "no:cacheprovider"]
     command += ["--package=build/fake", "--fake=build/fake", "--require-fake"]
     try:
-        result = run([*command, *checks], tree, DEADLINE)
+        result = run([*command, *checks], tree, deadline)
     except subprocess.TimeoutExpired as expired:
         return "hangs", (expired.stdout or b"").decode(errors="replace")  # never text
     passed = re.search(r"\d passed", result.stdout)
@@ -104,7 +104,7 @@ def try_plants(plants, folder):
     copy_tree(ROOT, tree)
     build(tree)
     checks = sorted({word for plant in plants for word in shlex.split(plant.check)})
-    ending, output = run_check(tree, checks)
+    ending, output = run_check(tree, checks, len(checks) * DEADLINE)
     if ending != "passes":
         sys.exit(f"without a bug, {culprit(ending, output)} {ending}:\n{output[-4000:]}")
     tree.rename(clean)
