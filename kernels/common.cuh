@@ -67,6 +67,12 @@ static inline Divider divider_of(uint32_t divisor)
 
 /* Turns a failed CUDA call into a recorded failure; CUDA_TRY also returns it from its function. */
 Status cuda_status(cudaError_t code, const char *call);
+/* The same for calls that allocate, before which nothing was written: they can run out of memory.
+ */
+Status cuda_allocation_status(cudaError_t code, const char *call);
+/* The same where nobody is left to tell: the last failure stays what it was, but a fatal error is
+ * remembered for the next call. */
+void cuda_ignore(cudaError_t code);
 #define CUDA_TRY(call)                                                                             \
     do {                                                                                           \
         cudaError_t code_ = (call);                                                                \
@@ -74,19 +80,18 @@ Status cuda_status(cudaError_t code, const char *call);
     } while (0)
 
 /* memory.cu: while any stream of the process is captured, CUDA forbids some calls to the careless,
- * and spoils the capture. Between these two they do no harm. */
-Status captures_ignore(int *mode);
+ * and spoils the capture. Between these two they do no harm. Where even the first one fails, the
+ * calls are made all the same, because memory has to be given back whatever happens. */
+bool captures_ignore(int *mode);
 void captures_heed(int mode);
 
 template <class Function>
-Status in_spite_of_captures(const Function &function)
+void in_spite_of_captures(const Function &function)
 {
     int mode;
-    Status status = captures_ignore(&mode);
-    if (status != STATUS_OK) return status;
+    const bool ignored = captures_ignore(&mode);
     function();
-    captures_heed(mode);
-    return STATUS_OK;
+    if (ignored) captures_heed(mode);
 }
 
 /* runtime.cu: makes a device current, and the one before it again. */
@@ -95,6 +100,8 @@ void device_leave(int device, int previous);
 
 /* Why CUDA cannot be called: there is no GPU, this process was forked, or it has lost the GPU. */
 Status runtime_check(void);
+/* A fatal error has ended what this process can do on GPUs: no work goes on any more. */
+bool runtime_is_lost(void);
 enum { MAX_DEVICES = 64 };
 /* At the end of the process, and after a fork, what is left is left to the driver. */
 bool runtime_is_leaving(void);

@@ -28,6 +28,8 @@ struct Memory {
     int references;
     bool foreign;  /* adopted from an owner */
     bool captured; /* allocated by a graph */
+    bool unmarked; /* CUDA refused to mark the end of a use, on the device of that number */
+    int unmarked_device;
     Owner owner;
     Use *uses;
     int use_count, use_room;
@@ -57,19 +59,19 @@ static cudaMemPool_t pool_of(int device)
     return __atomic_load_n(&devices[device].pool, __ATOMIC_ACQUIRE);
 }
 
-Status captures_ignore(int *mode)
+bool captures_ignore(int *mode)
 {
     cudaStreamCaptureMode exchanged = cudaStreamCaptureModeRelaxed;
-    CUDA_TRY(cudaThreadExchangeStreamCaptureMode(&exchanged));
+    const cudaError_t code = cudaThreadExchangeStreamCaptureMode(&exchanged);
+    cuda_ignore(code);
     *mode = exchanged;
-    return STATUS_OK;
+    return code == cudaSuccess;
 }
 
 void captures_heed(int mode)
 {
     cudaStreamCaptureMode exchanged = static_cast<cudaStreamCaptureMode>(mode);
-    (void)cuda_status(cudaThreadExchangeStreamCaptureMode(&exchanged),
-                      "cudaThreadExchangeStreamCaptureMode");
+    cuda_ignore(cudaThreadExchangeStreamCaptureMode(&exchanged));
 }
 
 /* Some virtual GPUs can have no pool; they get plain allocations. */
@@ -87,7 +89,7 @@ static Status make_pool(int device)
     Status status = STATUS_OK;
     if (pool_of(device) == NULL) {
         cudaMemPool_t pool;
-        status = cuda_status(cudaMemPoolCreate(&pool, &properties), "cudaMemPoolCreate");
+        status = cuda_allocation_status(cudaMemPoolCreate(&pool, &properties), "cudaMemPoolCreate");
         if (status == STATUS_OK) {
             uint64_t all = UINT64_MAX;
             status =
@@ -102,9 +104,10 @@ static Status make_pool(int device)
 
 static Status allocate(int64_t bytes, cudaMemPool_t pool, cudaStream_t stream, void **memory)
 {
-    if (pool == NULL) CUDA_TRY(cudaMalloc(memory, (size_t)bytes));
-    if (pool != NULL) CUDA_TRY(cudaMallocFromPoolAsync(memory, (size_t)bytes, pool, stream));
-    return STATUS_OK;
+    if (pool == NULL)
+        return cuda_allocation_status(cudaMalloc(memory, (size_t)bytes), "cudaMalloc");
+    return cuda_allocation_status(cudaMallocFromPoolAsync(memory, (size_t)bytes, pool, stream),
+                                  "cudaMallocFromPoolAsync");
 }
 
 static Status fail_allocation(int device, int64_t bytes)
@@ -131,9 +134,7 @@ Status device_allocate(int device, int64_t bytes, cudaStream_t stream, void **me
     Status status = pool_of(device) == NULL ? make_pool(device) : STATUS_OK;
     if (status != STATUS_OK) return status;
     const cudaMemPool_t pool = pool_of(device);
-    const Status tried =
-        in_spite_of_captures([&] { status = allocate(bytes, pool, stream, memory); });
-    if (tried != STATUS_OK) return tried;
+    in_spite_of_captures([&] { status = allocate(bytes, pool, stream, memory); });
     if (status != STATUS_MEMORY_ERROR) return status;
     /* What is stored, and what the pool keeps, may be in pieces: give them back, and try again. */
     memory_flush_device(device);
@@ -148,12 +149,8 @@ Status device_allocate(int device, int64_t bytes, cudaStream_t stream, void **me
 void device_free(int device, void *memory, cudaStream_t stream)
 {
     if (memory == NULL) return;
-    /* Nobody is left to tell, but the next call shall know if the device is gone. */
     in_spite_of_captures([&] {
-        if (pool_of(device) == NULL)
-            (void)cuda_status(cudaFree(memory), "cudaFree");
-        else
-            (void)cuda_status(cudaFreeAsync(memory, stream), "cudaFreeAsync");
+        cuda_ignore(pool_of(device) == NULL ? cudaFree(memory) : cudaFreeAsync(memory, stream));
     });
 }
 
@@ -381,8 +378,9 @@ Memory *memory_hold(Memory *memory)
 
 static bool is_over(cudaEvent_t event)
 {
+    if (runtime_is_lost()) return true; /* and so is all work */
     const cudaError_t code = cudaEventQuery(event);
-    if (code != cudaSuccess) (void)cudaGetLastError();
+    cuda_ignore(code);
     return code !=
            cudaErrorNotReady; /* after any other error nobody will hear of that work again */
 }
@@ -442,8 +440,14 @@ Status memory_note_use(Memory *memory, Stream *stream)
     if (status == STATUS_OK)
         status = cuda_status(cudaEventRecord(use->event, home_handle(stream)), "cudaEventRecord");
     pthread_mutex_unlock(&lock);
+    if (status == STATUS_OK) return STATUS_OK;
     /* The work is queued and cannot be called back: without its event, it is waited for. */
-    if (status != STATUS_OK) (void)stream_drain(stream->handle);
+    const cudaError_t code = cudaStreamSynchronize(stream->handle);
+    cuda_ignore(code);
+    if (code != cudaSuccess) {
+        memory->unmarked_device = stream->device;
+        __atomic_store_n(&memory->unmarked, true, __ATOMIC_RELEASE);
+    }
     return status;
 }
 
@@ -481,6 +485,20 @@ static bool uses_are_over(const Memory *memory)
     return over;
 }
 
+/* Nothing tells when that work is done, but waiting for all work does. */
+static bool unmarked_work_is_over(Memory *memory)
+{
+    const int device = memory->unmarked_device;
+    int previous;
+    if (runtime_is_lost()) return true;
+    if (device_is_capturing(device) || device_enter(device, &previous) != STATUS_OK) return false;
+    const cudaError_t code = cudaDeviceSynchronize();
+    cuda_ignore(code);
+    device_leave(device, previous);
+    memory->unmarked = code != cudaSuccess;
+    return !memory->unmarked;
+}
+
 static void end_foreign(Memory *memory)
 {
     const Owner owner = memory->owner;
@@ -501,27 +519,6 @@ static bool try_store(Memory *memory)
     return true;
 }
 
-static void end_own(Memory *memory)
-{
-    Stream *stream = memory->stream;
-    int previous;
-    if (device_enter(stream->device, &previous) != STATUS_OK) return; /* lost with the device */
-    for (int i = 0; i < memory->use_count; i++)
-        (void)cuda_status(cudaStreamWaitEvent(home_handle(stream), memory->uses[i].event, 0),
-                          "cudaStreamWaitEvent");
-    forget_uses(memory);
-    pthread_mutex_lock(&lock);
-    const bool stored = try_store(memory);
-    if (!stored) devices[stream->device].used -= memory->bytes;
-    pthread_mutex_unlock(&lock);
-    if (!stored) {
-        device_free(stream->device, memory->data, home_handle(stream));
-        free(memory);
-    }
-    device_leave(stream->device, previous);
-    stream_release(stream);
-}
-
 /* With the lock. */
 static void append_waiting(Memory *memory)
 {
@@ -531,11 +528,59 @@ static void append_waiting(Memory *memory)
     __atomic_add_fetch(&waiting.count, 1, __ATOMIC_RELEASE);
 }
 
+static void let_wait(Memory *memory)
+{
+    pthread_mutex_lock(&lock);
+    append_waiting(memory);
+    pthread_mutex_unlock(&lock);
+}
+
+/* Makes the stream of the memory wait for all that uses it, or else waits here. */
+static bool await_ends(const Memory *memory)
+{
+    for (int i = 0; i < memory->use_count; i++) {
+        cudaError_t code =
+            cudaStreamWaitEvent(home_handle(memory->stream), memory->uses[i].event, 0);
+        cuda_ignore(code);
+        if (code != cudaSuccess) code = cudaEventSynchronize(memory->uses[i].event);
+        cuda_ignore(code);
+        if (code != cudaSuccess) return false;
+    }
+    return true;
+}
+
+/* Where CUDA refuses what it takes to give memory back, it waits for better times, rather than be
+ * used again too early. Of a GPU that is lost only the record is freed. */
+static void end_own(Memory *memory)
+{
+    Stream *stream = memory->stream;
+    int previous;
+    const bool entered = device_enter(stream->device, &previous) == STATUS_OK;
+    const bool ready = entered && await_ends(memory);
+    if (!ready && !runtime_is_lost()) {
+        if (entered) device_leave(stream->device, previous);
+        let_wait(memory);
+        return;
+    }
+    forget_uses(memory);
+    pthread_mutex_lock(&lock);
+    const bool stored = ready && try_store(memory);
+    if (!stored) devices[stream->device].used -= memory->bytes;
+    pthread_mutex_unlock(&lock);
+    if (!stored) {
+        if (ready) device_free(stream->device, memory->data, home_handle(stream));
+        free(memory);
+    }
+    if (entered) device_leave(stream->device, previous);
+    stream_release(stream);
+}
+
 /* Whether the memory can go back now. An owner may have it only when our work is over. Our own goes
  * back in the order of its stream; but a stream that is captured must neither wait for others, nor
  * free what its graph has not allocated. */
-static bool can_end(const Memory *memory)
+static bool can_end(Memory *memory)
 {
+    if (memory->unmarked && !unmarked_work_is_over(memory)) return false;
     if (memory->foreign) return memory->use_count == 0 || uses_are_over(memory);
     return memory->captured || !stream_is_capturing(memory->stream);
 }
@@ -565,9 +610,7 @@ static void settle(int most)
         if (can_end(memory)) {
             end(memory);
         } else {
-            pthread_mutex_lock(&lock);
-            append_waiting(memory);
-            pthread_mutex_unlock(&lock);
+            let_wait(memory);
         }
     }
 }
@@ -585,7 +628,8 @@ bool memory_try_release(Memory *memory)
                                         __ATOMIC_ACQ_REL, __ATOMIC_RELAXED))
             return true;
     Stream *stream = memory->stream;
-    if (memory->foreign || memory->use_count > 0 || runtime_is_leaving()) return false;
+    if (memory->foreign || memory->use_count > 0 || memory->unmarked || runtime_is_leaving())
+        return false;
     if (__atomic_load_n(&stream->references, __ATOMIC_RELAXED) == 1 && stream->handle != 0)
         return false; /* the stream might be destroyed with it */
     if (pthread_mutex_trylock(&lock) != 0) return false;
@@ -602,9 +646,7 @@ void memory_release(Memory *memory)
     if (can_end(memory)) {
         end(memory);
     } else {
-        pthread_mutex_lock(&lock);
-        append_waiting(memory);
-        pthread_mutex_unlock(&lock);
+        let_wait(memory);
     }
     settle(FEW);
 }

@@ -45,8 +45,8 @@ static Status with_code_of(const Module *module, const Function &function)
 {
     return on_device_of(module, [&] {
         Status status = STATUS_OK;
-        const Status tried = in_spite_of_captures([&] { status = function(); });
-        return tried == STATUS_OK ? status : tried;
+        in_spite_of_captures([&] { status = function(); });
+        return status;
     });
 }
 
@@ -55,15 +55,19 @@ static Status with_code_of(const Module *module, const Function &function)
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static Module *waiting; /* nobody holds them, but a capture keeps the device from waiting */
 
-/* A library must not go while its kernels run. */
-static void unload(Module *module)
+/* A library must not go while its kernels run. False: it is not known whether they do. */
+static bool unload(Module *module)
 {
+    bool unloaded = false;
     (void)with_code_of(module, [&]() -> Status {
         if (module->launched) CUDA_TRY(cudaDeviceSynchronize());
-        CUDA_TRY(cudaLibraryUnload(module->library));
+        cuda_ignore(cudaLibraryUnload(module->library));
+        unloaded = true;
         return STATUS_OK;
     });
+    if (!unloaded && !runtime_is_lost()) return false;
     free(module);
+    return true;
 }
 
 static void unload_those_that_wait(void)
@@ -76,10 +80,7 @@ static void unload_those_that_wait(void)
     while (list != NULL) {
         Module *module = list;
         list = module->next;
-        if (!device_is_capturing(module->device)) {
-            unload(module);
-            continue;
-        }
+        if (!device_is_capturing(module->device) && unload(module)) continue;
         pthread_mutex_lock(&lock);
         module->next = waiting;
         waiting = module;
@@ -132,7 +133,7 @@ static Status find_limits(int device, LaunchLimits *limits)
 static Status module_status(cudaError_t code, const char *call)
 {
     if (code != cudaErrorInvalidKernelImage && code != cudaErrorNoKernelImageForDevice)
-        return cuda_status(code, call);
+        return cuda_allocation_status(code, call);
     (void)cudaGetLastError();
     return fail_cuda(STATUS_DEVICE_ERROR, code, cudaGetErrorName(code),
                      "the machine code is not for this device: compile it for the device's own "
@@ -276,10 +277,8 @@ static bool is_page_locked(const char *address, void **there)
 {
     cudaPointerAttributes attributes;
     const cudaError_t code = cudaPointerGetAttributes(&attributes, address);
-    if (code != cudaSuccess) {
-        (void)cuda_status(code, "cudaPointerGetAttributes");
-        return false;
-    }
+    cuda_ignore(code);
+    if (code != cudaSuccess) return false;
     *there = attributes.devicePointer;
     return attributes.type == cudaMemoryTypeHost && attributes.devicePointer != NULL;
 }

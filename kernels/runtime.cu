@@ -45,21 +45,36 @@ static bool is_fatal(cudaError_t code)
     }
 }
 
+void cuda_ignore(cudaError_t code)
+{
+    if (code == cudaSuccess) return;
+    (void)cudaGetLastError();
+    if (is_fatal(code)) __atomic_store_n(&cuda.lost, (int)code, __ATOMIC_RELAXED);
+}
+
+bool runtime_is_lost(void)
+{
+    return __atomic_load_n(&cuda.lost, __ATOMIC_RELAXED) != cudaSuccess;
+}
+
 Status cuda_status(cudaError_t code, const char *call)
 {
     if (code == cudaSuccess) return STATUS_OK;
-    cudaGetLastError();
-    bool fatal = is_fatal(code);
-    if (fatal) __atomic_store_n(&cuda.lost, (int)code, __ATOMIC_RELAXED);
+    cuda_ignore(code);
+    const bool fatal = is_fatal(code);
     char text[sizeof last_failure()->text];
     snprintf(text, sizeof text, "%.*s failed with %s (%d): %s%s", (int)strcspn(call, "("), call,
              cudaGetErrorName(code), (int)code, cudaGetErrorString(code),
              fatal ? "; the GPU is lost to this process: start a new one, or use device=\"cpu\""
                    : "");
-    Status status = fatal                               ? STATUS_DEVICE_LOST
-                    : code == cudaErrorMemoryAllocation ? STATUS_MEMORY_ERROR
-                                                        : STATUS_DEVICE_ERROR;
-    return fail_cuda(status, code, cudaGetErrorName(code), text);
+    return fail_cuda(fatal ? STATUS_DEVICE_LOST : STATUS_DEVICE_ERROR, code, cudaGetErrorName(code),
+                     text);
+}
+
+Status cuda_allocation_status(cudaError_t code, const char *call)
+{
+    const Status status = cuda_status(code, call);
+    return code == cudaErrorMemoryAllocation ? STATUS_MEMORY_ERROR : status;
 }
 
 static void note_fork(void)
@@ -69,7 +84,15 @@ static void note_fork(void)
     cuda.forked = cuda.forked || (cuda.probed && cuda.status == STATUS_OK);
 }
 
-/* Why cudaGetDeviceCount failed, in words that name the cure. */
+/* There is no GPU, and there will be none for as long as this process lives. */
+static bool is_absence(cudaError_t code)
+{
+    return code == cudaErrorNoDevice || code == cudaErrorInsufficientDriver ||
+           code == cudaErrorStubLibrary || code == cudaErrorSystemDriverMismatch ||
+           code == cudaErrorCompatNotSupportedOnDevice;
+}
+
+/* Why there is no GPU, in words that name the cure. */
 static Status explain_absence(cudaError_t code)
 {
     (void)cudaGetLastError();
@@ -102,20 +125,27 @@ static Status explain_absence(cudaError_t code)
     return fail_cuda(STATUS_DEVICE_ERROR, code, name, text);
 }
 
-static void probe(void)
+/* Asks how many devices there are, once; an error that may pass is not the answer. */
+static Status probe(void)
 {
+    Status status = STATUS_OK;
     pthread_mutex_lock(&cuda.lock);
     if (!cuda.probed) {
         static pthread_once_t once = PTHREAD_ONCE_INIT;
         pthread_once(&once, [] { pthread_atfork(NULL, NULL, note_fork); });
         cudaError_t code = cudaGetDeviceCount(&cuda.count);
         if (code == cudaSuccess && cuda.count == 0) code = cudaErrorNoDevice;
-        cuda.status = code == cudaSuccess ? STATUS_OK : explain_absence(code);
-        if (cuda.status != STATUS_OK) cuda.failure = *last_failure();
-        if (cuda.count > MAX_DEVICES) cuda.count = MAX_DEVICES;
-        __atomic_store_n(&cuda.probed, true, __ATOMIC_RELEASE);
+        if (code == cudaSuccess || is_absence(code)) {
+            cuda.status = code == cudaSuccess ? STATUS_OK : explain_absence(code);
+            if (cuda.status != STATUS_OK) cuda.failure = *last_failure();
+            if (cuda.count > MAX_DEVICES) cuda.count = MAX_DEVICES;
+            __atomic_store_n(&cuda.probed, true, __ATOMIC_RELEASE);
+        } else {
+            status = cuda_status(code, "cudaGetDeviceCount");
+        }
     }
     pthread_mutex_unlock(&cuda.lock);
+    return status;
 }
 
 Status runtime_check(void)
@@ -134,7 +164,10 @@ Status runtime_check(void)
                  cudaGetErrorName(lost), (int)lost);
         return fail_cuda(STATUS_DEVICE_LOST, lost, cudaGetErrorName(lost), text);
     }
-    if (!__atomic_load_n(&cuda.probed, __ATOMIC_ACQUIRE)) probe();
+    if (!__atomic_load_n(&cuda.probed, __ATOMIC_ACQUIRE)) {
+        const Status status = probe();
+        if (status != STATUS_OK) return status;
+    }
     if (cuda.status == STATUS_OK) return STATUS_OK;
     return fail_cuda(cuda.status, cuda.failure.cuda_code, cuda.failure.cuda_name,
                      cuda.failure.text);
@@ -196,13 +229,13 @@ int cuda_runtime_version(void)
 int cuda_driver_version(void)
 {
     int version = 0;
-    if (cudaDriverGetVersion(&version) != cudaSuccess) cudaGetLastError();
+    cuda_ignore(cudaDriverGetVersion(&version));
     return version;
 }
 
 void device_leave(int device, int previous)
 {
-    if (previous != device && cudaSetDevice(previous) != cudaSuccess) cudaGetLastError();
+    if (previous != device) cuda_ignore(cudaSetDevice(previous));
 }
 
 Status device_enter(int device, int *previous)

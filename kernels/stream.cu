@@ -91,13 +91,12 @@ Status stream_create(int device, bool nonblocking, int priority, Stream **stream
     Status status = device_enter(device, &previous);
     if (status != STATUS_OK) return status;
     cudaStream_t handle = NULL;
-    status =
-        cuda_status(cudaStreamCreateWithPriority(
-                        &handle, nonblocking ? cudaStreamNonBlocking : cudaStreamDefault, priority),
-                    "cudaStreamCreateWithPriority");
+    const unsigned flags = nonblocking ? cudaStreamNonBlocking : cudaStreamDefault;
+    status = cuda_allocation_status(cudaStreamCreateWithPriority(&handle, flags, priority),
+                                    "cudaStreamCreateWithPriority");
     if (status == STATUS_OK) {
         status = new_stream(device, handle, stream);
-        if (status != STATUS_OK) (void)cuda_status(cudaStreamDestroy(handle), "cudaStreamDestroy");
+        if (status != STATUS_OK) cuda_ignore(cudaStreamDestroy(handle));
     }
     if (status == STATUS_OK) {
         (*stream)->ours = true;
@@ -167,7 +166,7 @@ static void destroy_stream(Stream *stream)
 {
     int previous;
     if (device_enter(stream->device, &previous) == STATUS_OK) {
-        (void)cuda_status(cudaStreamDestroy(stream->handle), "cudaStreamDestroy");
+        cuda_ignore(cudaStreamDestroy(stream->handle));
         device_leave(stream->device, previous);
     }
     if (stream->slot >= 0) slot_give(stream->device, stream->slot, true);
@@ -236,7 +235,7 @@ bool stream_is_capturing(const Stream *stream)
     if (stream->handle == 0) return false; /* it cannot be captured */
     cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
     cudaError_t code = cudaStreamIsCapturing(stream->handle, &capture);
-    if (code != cudaSuccess) (void)cuda_status(code, "cudaStreamIsCapturing");
+    cuda_ignore(code);
     return code == cudaSuccess && capture == cudaStreamCaptureStatusActive;
 }
 
@@ -352,7 +351,7 @@ void event_give(int device, cudaEvent_t event)
     const bool stored = devices[device].event_count < STORED_EVENTS;
     if (stored) devices[device].events[devices[device].event_count++] = event;
     pthread_mutex_unlock(&lock);
-    if (!stored) (void)cuda_status(cudaEventDestroy(event), "cudaEventDestroy");
+    if (!stored) cuda_ignore(cudaEventDestroy(event));
 }
 
 /* CUDA would give the whole capture up. */
@@ -405,8 +404,8 @@ Status event_create(int device, bool timing, bool blocking_sync, Event **event)
     const unsigned flags = (timing ? cudaEventDefault : cudaEventDisableTiming) |
                            (blocking_sync ? cudaEventBlockingSync : 0);
     Status status = on_device(device, [&] {
-        return cuda_status(cudaEventCreateWithFlags(&(*event)->handle, flags),
-                           "cudaEventCreateWithFlags");
+        return cuda_allocation_status(cudaEventCreateWithFlags(&(*event)->handle, flags),
+                                      "cudaEventCreateWithFlags");
     });
     if (status != STATUS_OK) {
         free(*event);
@@ -419,7 +418,7 @@ void event_destroy(Event *event)
 {
     int previous;
     if (!runtime_is_leaving() && device_enter(event->device, &previous) == STATUS_OK) {
-        (void)cuda_status(cudaEventDestroy(event->handle), "cudaEventDestroy");
+        cuda_ignore(cudaEventDestroy(event->handle));
         device_leave(event->device, previous);
     }
     if (event->stream != NULL) stream_release(event->stream);
@@ -515,35 +514,35 @@ static Status allocate_slots(void **states, void **noted)
 {
     const size_t bytes = SLOTS * sizeof(IndexState);
     cudaStream_t stream = NULL;
-    CUDA_TRY(cudaHostAlloc(noted, SLOTS * sizeof(BadIndex), cudaHostAllocMapped));
+    Status status = cuda_allocation_status(
+        cudaHostAlloc(noted, SLOTS * sizeof(BadIndex), cudaHostAllocMapped), "cudaHostAlloc");
+    if (status != STATUS_OK) return status;
     memset(*noted, 0, SLOTS * sizeof(BadIndex));
-    CUDA_TRY(cudaMalloc(states, bytes));
+    status = cuda_allocation_status(cudaMalloc(states, bytes), "cudaMalloc");
+    if (status != STATUS_OK) return status;
     CUDA_TRY(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
-    Status status = cuda_status(cudaMemsetAsync(*states, 0, bytes, stream), "cudaMemsetAsync");
+    status = cuda_status(cudaMemsetAsync(*states, 0, bytes, stream), "cudaMemsetAsync");
     if (status == STATUS_OK) status = stream_drain(stream);
-    (void)cuda_status(cudaStreamDestroy(stream), "cudaStreamDestroy");
+    cuda_ignore(cudaStreamDestroy(stream));
     return status;
 }
 
-/* In the middle of a capture too, where CUDA forbids allocations to the careless. */
+/* In the middle of a capture too. */
 static Status make_slots(Slots *slots)
 {
-    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
-    CUDA_TRY(cudaThreadExchangeStreamCaptureMode(&mode));
     void *states = NULL, *noted = NULL;
-    Status status = allocate_slots(&states, &noted);
-    const Failure failure = *last_failure();
-    if (status == STATUS_OK) {
-        slots->noted = static_cast<BadIndex *>(noted);
-        __atomic_store_n(&slots->states, static_cast<IndexState *>(states), __ATOMIC_RELEASE);
-    } else {
-        if (states != NULL) (void)cuda_status(cudaFree(states), "cudaFree");
-        if (noted != NULL) (void)cuda_status(cudaFreeHost(noted), "cudaFreeHost");
-    }
-    (void)cuda_status(cudaThreadExchangeStreamCaptureMode(&mode),
-                      "cudaThreadExchangeStreamCaptureMode");
-    if (status == STATUS_OK) return status;
-    return fail_cuda(status, failure.cuda_code, failure.cuda_name, failure.text);
+    Status status = STATUS_OK;
+    in_spite_of_captures([&] {
+        status = allocate_slots(&states, &noted);
+        if (status == STATUS_OK) {
+            slots->noted = static_cast<BadIndex *>(noted);
+            __atomic_store_n(&slots->states, static_cast<IndexState *>(states), __ATOMIC_RELEASE);
+        } else {
+            if (states != NULL) cuda_ignore(cudaFree(states));
+            if (noted != NULL) cuda_ignore(cudaFreeHost(noted));
+        }
+    });
+    return status;
 }
 
 /* With the lock. Where all are taken, which takes thousands of streams at once, the last is shared:
@@ -641,8 +640,10 @@ static Status tell(const Stream *stream, int slot, bool late)
     /* The next call on this stream comes after it is clear. Of another library's stream that nobody
      * holds any more, the handle may be gone, and all work done. */
     const bool is_there = __atomic_load_n(&stream->references, __ATOMIC_RELAXED) > 0;
-    CUDA_TRY(cudaMemsetAsync(slots.states + slot, 0, sizeof *slots.states,
-                             is_there ? stream->handle : 0));
+    const cudaError_t cleared = cudaMemsetAsync(slots.states + slot, 0, sizeof *slots.states,
+                                                is_there ? stream->handle : 0);
+    cuda_ignore(cleared);
+    if (cleared != cudaSuccess) __atomic_store_n(&slots.stale[slot], true, __ATOMIC_RELAXED);
     return fail_cuda(found, 0, "", failure.text);
 }
 

@@ -1,9 +1,13 @@
 """The rows of kernels/ops.def, for the tests that loop over all operators."""
 
 import ast
+import functools
+import inspect
 import re
 from pathlib import Path
 from typing import NamedTuple
+
+import numpy as np
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -36,3 +40,31 @@ def read_operators():
 
 
 OPERATORS = read_operators()
+
+X = np.arange(12.0).reshape(3, 4)
+INDICES = np.array([[0, 1, 2, 0]])
+
+# Arguments for the parameters that have no default. An operator with other names adds them here.
+EXAMPLES = {"x": X, "y": X, "a": X, "b": X.T, "arr": X, "grad": X, "indices": INDICES}
+EXAMPLES |= {"values": np.float64(5), "input": X, "weights": np.ones((3, 3))}
+
+
+@functools.cache
+def parameters_of(operator):
+    # The signature is Python, so Python reads it.
+    namespace = {}
+    exec(f"def {operator.name}({operator.signature}): pass", namespace)
+    return inspect.signature(namespace[operator.name])
+
+
+def required_arguments(operator):
+    """The arguments of a right call, positional ones first; fresh ones, of which one may change."""
+    return [
+        EXAMPLES[parameter.name].copy()
+        for parameter in parameters_of(operator).parameters.values()
+        if parameter.default is parameter.empty
+    ]
+
+
+def is_in_place(operator):
+    return {"out", "output"}.isdisjoint(parameters_of(operator).parameters)

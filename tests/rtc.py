@@ -5,12 +5,13 @@ import functools
 import importlib
 
 import numpy as np
-import pytest
 from faults.fake import device_array
 
 
 def open_nvrtc(gpuops):
     """Opens NVRTC for a build of the package, or skips the test."""
+    import pytest  # The sweep of faults/ forks at each step, and pytest would double what that costs.
+
     try:
         return importlib.import_module(f"{gpuops.__name__}._compile").find_nvrtc()
     except gpuops.CompileError as problem:

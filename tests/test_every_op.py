@@ -8,14 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from operators import OPERATORS
-
-X = np.arange(12.0).reshape(3, 4)
-INDICES = np.array([[0, 1, 2, 0]])
-
-# Arguments for the parameters that have no default. An operator with other names adds them here.
-EXAMPLES = {"x": X, "y": X, "a": X, "b": X.T, "arr": X, "grad": X, "indices": INDICES}
-EXAMPLES |= {"values": np.float64(5), "input": X, "weights": np.ones((3, 3))}
+from operators import EXAMPLES, OPERATORS, is_in_place, parameters_of, required_arguments
 
 
 @pytest.fixture(params=OPERATORS, ids=lambda operator: operator.name)
@@ -26,26 +19,6 @@ def operator(request):
 @pytest.fixture
 def function(gpuops, operator):
     return getattr(gpuops, operator.name)
-
-
-def parameters_of(operator):
-    # The signature is Python, so Python reads it.
-    namespace = {}
-    exec(f"def {operator.name}({operator.signature}): pass", namespace)
-    return inspect.signature(namespace[operator.name])
-
-
-def required_arguments(operator):
-    """The arguments of a right call, positional ones first; fresh ones, of which one may change."""
-    return [
-        EXAMPLES[parameter.name].copy()
-        for parameter in parameters_of(operator).parameters.values()
-        if parameter.default is parameter.empty
-    ]
-
-
-def is_in_place(operator):
-    return {"out", "output"}.isdisjoint(parameters_of(operator).parameters)
 
 
 def outcome(operator, function, *arguments, **keywords):

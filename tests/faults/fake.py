@@ -36,6 +36,16 @@ class Live(ctypes.Structure):
     ]
 
 
+class Fault:
+    """A fault that was armed; what it did is known when the block of `Fake.fail` is left."""
+
+    call = ""  # the CUDA function that it befell first
+
+    @property
+    def reached(self):
+        return self.call != ""
+
+
 MODULE_TWIN = ctypes.CFUNCTYPE(
     None,
     ctypes.POINTER(ctypes.c_uint),
@@ -114,6 +124,8 @@ class Fake:
     def reset(self):
         """Undoes the four above, with all work done, and sets the counts of calls to zero.
 
+        Faults are disarmed, and a lost context is there again.
+
         Allocations, streams and events stay as they are; pools keep only what is allocated.
         """
         self.library.fake_reset()
@@ -137,6 +149,35 @@ class Fake:
         """
         error = self.library.fake_set_capturing(ctypes.c_void_p(stream), on)
         assert error == 0, f"CUDA error {error}"
+
+    @contextlib.contextmanager
+    def fail(self, number, code, mode="once", function=None):
+        """The call of that number, counted from 1, fails with a CUDA error in the block of code.
+
+        All calls count that can fail, or those of one function. `mode` is "once", or "from then
+        on", for the rest of the block. The other two are for errors that end the context for good,
+        until `reset`: "sticky", when all calls that need it fail from then on, and "late", when the
+        call itself succeeds, and the next one that waits is the first to fail. Blocks may be
+        nested. Yields a `Fault`.
+        """
+        fault, call = Fault(), ctypes.create_string_buffer(64)
+        armed = self.library.fake_fail(
+            ctypes.c_long(number), code, mode.encode(), function.encode() if function else None
+        )
+        try:
+            yield fault
+        finally:
+            self.library.fake_mend(armed, call, ctypes.c_size_t(len(call)))
+            fault.call = call.value.decode()
+
+    def log(self):
+        """The names of the CUDA functions that were called since a fault was armed last.
+
+        Those that cannot fail are not among them.
+        """
+        text = ctypes.create_string_buffer(1 << 17)
+        self.library.fake_log(text, ctypes.c_size_t(len(text)))
+        return text.value.decode().split()
 
     @contextlib.contextmanager
     def twin(self, name, function):

@@ -6,8 +6,8 @@
  * stream (fake_streams.c), and thread by thread; the threads of a kernel with shared memory take
  * turns at its barriers (fake_fibers.c). Kernels that are compiled at run time have no host twin
  * but what a test gives them (fake_modules.c). What a real GPU would punish late or not at all is
- * recorded as "misuse", which fails the test that caused it. Tests steer the fake with the fake_
- * functions at the end, child processes of tests with
+ * recorded as "misuse", which fails the test that caused it. Any call can be made to fail
+ * (fake_faults.c). Tests steer the fake with the fake_ functions, child processes of tests with
  *
  *   GPUOPS_FAKE_DRIVER=none|old|stub|no-device
  *   GPUOPS_FAKE_MEMORY=bytes of each device
@@ -146,7 +146,7 @@ static bool is_usable(const Operation *operation, const char *role, Place place)
 
 static void run_copy(Operation *operation)
 {
-    bool usable = is_usable(operation, "target", operation->target) &&
+    bool usable = !context_is_lost() && is_usable(operation, "target", operation->target) &&
                   is_usable(operation, "source", operation->source);
     if (!usable) return;
     show_device_memory(operation->target_device);
@@ -157,7 +157,7 @@ static void run_copy(Operation *operation)
 
 static void run_set(Operation *operation)
 {
-    if (!is_usable(operation, "target", operation->target)) return;
+    if (context_is_lost() || !is_usable(operation, "target", operation->target)) return;
     show_device_memory(operation->target_device);
     memset(operation->target.address, operation->value, operation->bytes);
     hide_device_memory();
@@ -181,8 +181,9 @@ static cudaError_t enqueue_copy(const char *call, Stream *stream, Place target, 
         operation->source.address = operation->copied;
     }
     enqueue(operation);
-    if (target.allocation == 0) run_to_the_end_of(stream);
-    return cudaSuccess;
+    if (target.allocation != 0) return cudaSuccess;
+    run_to_the_end_of(stream);
+    return context_is_lost() ? tell_of_lost_context() : cudaSuccess;
 }
 
 cudaError_t cudaMemcpyAsync(void *target, const void *source, size_t bytes,
@@ -325,7 +326,7 @@ _Thread_local Running running;
 
 static void run_kernel(Operation *operation)
 {
-    if (!functor_is_usable(operation, true)) return;
+    if (context_is_lost() || !functor_is_usable(operation, true)) return;
     show_device_memory(operation->target_device);
     uint64_t order = draw_order();
     for (unsigned turn = 0; turn < operation->blocks && !running.given_up; turn++) {
@@ -422,12 +423,14 @@ cudaError_t cudaGetDevice(int *device)
     return cudaSuccess;
 }
 
+/* A device that fails to start is current all the same. */
 cudaError_t cudaSetDevice(int device)
 {
-    BEGIN();
+    BEGIN_WITHOUT_DRIVER();
+    REQUIRE_SUCCESS(need_driver());
     REQUIRE(device >= 0 && device < machine.devices, cudaErrorInvalidDevice);
     current_device = device;
-    return cudaSuccess;
+    return done(find_fault(__func__));
 }
 
 cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *properties, int device)
@@ -495,7 +498,7 @@ cudaError_t cudaGetLastError(void)
 {
     BEGIN_WITHOUT_DRIVER();
     cudaError_t code = last_error;
-    last_error = cudaSuccess;
+    if (!context_is_lost()) last_error = cudaSuccess; /* nobody gets rid of the other kind */
     return code;
 }
 
@@ -512,7 +515,7 @@ typedef struct ErrorText {
 
 static const ErrorText *find_text(cudaError_t code)
 {
-    /* The unknown one comes last. */
+    /* What is not in the list comes last. */
     static const ErrorText texts[] = {
         {cudaSuccess, "cudaSuccess", "no error"},
         {cudaErrorInvalidValue, "cudaErrorInvalidValue", "invalid argument"},
@@ -540,6 +543,31 @@ static const ErrorText *find_text(cudaError_t code)
         {cudaErrorIllegalState, "cudaErrorIllegalState",
          "the operation cannot be performed in the present state"},
         {cudaErrorNotReady, "cudaErrorNotReady", "device not ready"},
+        {cudaErrorDevicesUnavailable, "cudaErrorDevicesUnavailable",
+         "CUDA-capable device(s) is/are busy or unavailable"},
+        {cudaErrorECCUncorrectable, "cudaErrorECCUncorrectable",
+         "uncorrectable ECC error encountered"},
+        {cudaErrorNvlinkUncorrectable, "cudaErrorNvlinkUncorrectable",
+         "uncorrectable NVLink error detected during the execution"},
+        {cudaErrorContained, "cudaErrorContained",
+         "Invalid access of peer GPU memory over nvlink or a hardware error"},
+        {cudaErrorLaunchOutOfResources, "cudaErrorLaunchOutOfResources",
+         "too many resources requested for launch"},
+        {cudaErrorLaunchTimeout, "cudaErrorLaunchTimeout",
+         "the launch timed out and was terminated"},
+        {cudaErrorAssert, "cudaErrorAssert", "device-side assert triggered"},
+        {cudaErrorHardwareStackError, "cudaErrorHardwareStackError", "hardware stack error"},
+        {cudaErrorIllegalInstruction, "cudaErrorIllegalInstruction",
+         "an illegal instruction was encountered"},
+        {cudaErrorMisalignedAddress, "cudaErrorMisalignedAddress", "misaligned address"},
+        {cudaErrorInvalidAddressSpace, "cudaErrorInvalidAddressSpace",
+         "operation not supported on global/shared address space"},
+        {cudaErrorInvalidPc, "cudaErrorInvalidPc", "invalid program counter"},
+        {cudaErrorTensorMemoryLeak, "cudaErrorTensorMemoryLeak",
+         "Tensor Memory not completely freed"},
+        {cudaErrorNotPermitted, "cudaErrorNotPermitted", "operation not permitted"},
+        {cudaErrorExternalDevice, "cudaErrorExternalDevice",
+         "an async error has occured in external entity outside of CUDA"},
         {cudaErrorIllegalAddress, "cudaErrorIllegalAddress",
          "an illegal memory access was encountered"},
         {cudaErrorLaunchFailure, "cudaErrorLaunchFailure", "unspecified launch failure"},
@@ -562,10 +590,11 @@ static const ErrorText *find_text(cudaError_t code)
          "operation not permitted on an event last recorded in a capturing stream"},
         {cudaErrorStreamCaptureWrongThread, "cudaErrorStreamCaptureWrongThread",
          "attempt to terminate a thread-local capture sequence from another thread"},
-        {cudaErrorUnknown, "unrecognized error code", "unrecognized error code"},
+        {cudaErrorUnknown, "cudaErrorUnknown", "unknown error"},
+        {cudaErrorApiFailureBase, "unrecognized error code", "unrecognized error code"},
     };
     const ErrorText *found = texts;
-    while (found->code != code && found->code != cudaErrorUnknown) found++;
+    while (found->code != code && found->code != cudaErrorApiFailureBase) found++;
     return found;
 }
 
@@ -669,7 +698,8 @@ void fake_run(void)
 }
 
 /* Back to the machine that the environment describes, with all work done and all counts at zero.
- * Allocations, streams and events stay. */
+ * Allocations, streams and events stay. No real process gets a lost context back: it is for tests
+ * of the fake itself. */
 void fake_reset(void)
 {
     LOCKED();
@@ -681,6 +711,7 @@ void fake_reset(void)
     machine.memory_bytes = number("GPUOPS_FAKE_MEMORY", 64 << 20);
     trim_pools(-1, true);
     memset(counters, 0, sizeof counters);
+    end_faults();
     peak_bytes = live.bytes;
 }
 

@@ -39,7 +39,16 @@ void misuse(const char *format, ...) __attribute__((format(printf, 1, 2)));
 
 #define BEGIN()                                                                                    \
     BEGIN_WITHOUT_DRIVER();                                                                        \
-    if (need_driver() != cudaSuccess) return done(need_driver())
+    REQUIRE_SUCCESS(need_driver());                                                                \
+    REQUIRE_SUCCESS(find_fault(__func__))
+
+/* Calls that release something do so even if they report an error, which may be that of earlier
+ * work, and end with `return done(fault)`. But of a lost context nothing is released. */
+#define BEGIN_RELEASE()                                                                            \
+    BEGIN_WITHOUT_DRIVER();                                                                        \
+    REQUIRE_SUCCESS(need_driver());                                                                \
+    const cudaError_t fault = find_fault(__func__);                                                \
+    REQUIRE(!context_is_lost(), fault)
 
 #define REQUIRE(condition, code)                                                                   \
     if (!(condition)) return done(code)
@@ -50,6 +59,16 @@ void misuse(const char *format, ...) __attribute__((format(printf, 1, 2)));
         cudaError_t code_ = (expression);                                                          \
         if (code_ != cudaSuccess) return done(code_);                                              \
     } while (0)
+
+/* Calls that fail because a test wants it, in fake_faults.c. */
+
+/* What the fault gives that befalls a call, if any does. Every call that may fail asks. */
+cudaError_t find_fault(const char *call);
+/* A fatal error has ended the context: no work is done any more. The caller who waits for work is
+ * told, and from then on everybody. */
+bool context_is_lost(void);
+cudaError_t tell_of_lost_context(void);
+void end_faults(void);
 
 /* Streams and the work on them, in fake_streams.c. */
 

@@ -273,26 +273,26 @@ cudaError_t cudaHostAlloc(void **pointer, size_t bytes, unsigned flags)
 
 cudaError_t cudaFree(void *pointer)
 {
-    BEGIN();
-    if (!pointer) return cudaSuccess;
+    BEGIN_RELEASE();
+    if (!pointer) return done(fault);
     REQUIRE_SUCCESS(refuse_while_capturing(__func__));
     Block *block = block_to_free(__func__, pointer, false);
     REQUIRE(block, cudaErrorInvalidValue);
     /* The driver waits for the device here, but not where the memory comes from a pool. */
     if (!block->pool) run_all_of(block->device);
     put_into_quarantine(block);
-    return cudaSuccess;
+    return done(fault);
 }
 
 cudaError_t cudaFreeHost(void *pointer)
 {
-    BEGIN();
-    if (!pointer) return cudaSuccess;
+    BEGIN_RELEASE();
+    if (!pointer) return done(fault);
     REQUIRE_SUCCESS(refuse_while_capturing(__func__));
     Block *block = block_to_free(__func__, pointer, true);
     REQUIRE(block, cudaErrorInvalidValue);
     put_into_quarantine(block);
-    return cudaSuccess;
+    return done(fault);
 }
 
 cudaError_t cudaHostGetDevicePointer(void **device_pointer, void *host, unsigned flags)
@@ -523,7 +523,7 @@ cudaError_t cudaMallocFromPoolAsync(void **pointer, size_t bytes, cudaMemPool_t 
 
 cudaError_t cudaFreeAsync(void *pointer, cudaStream_t handle)
 {
-    BEGIN();
+    BEGIN_RELEASE();
     Stream *stream;
     REQUIRE_SUCCESS(find_working_stream(__func__, handle, &stream));
     Block *block = block_to_free(__func__, pointer, false);
@@ -538,5 +538,5 @@ cudaError_t cudaFreeAsync(void *pointer, cudaStream_t handle)
     operation->target = (Place){pointer, block->number};
     block->freed = true;
     enqueue(operation);
-    return cudaSuccess;
+    return done(fault);
 }

@@ -290,7 +290,7 @@ cudaError_t cudaLibraryLoadData(cudaLibrary_t *handle, const void *code,
 
 cudaError_t cudaLibraryUnload(cudaLibrary_t handle)
 {
-    BEGIN();
+    BEGIN_RELEASE();
     Library *library = find_library(handle);
     REQUIRE(library, cudaErrorInvalidResourceHandle);
     REQUIRE_SUCCESS(refuse_while_capturing(__func__));
@@ -310,7 +310,7 @@ cudaError_t cudaLibraryUnload(cudaLibrary_t handle)
     forget_kernels(library);
     free_image(&library->image);
     free(library);
-    return cudaSuccess;
+    return done(fault);
 }
 
 long count_libraries(void)
@@ -470,7 +470,7 @@ static void run_module_kernel(Operation *operation)
 {
     ModuleKernel *kernel = operation->module_kernel;
     kernel->library->queued--;
-    if (!functor_is_usable(operation, true)) return;
+    if (context_is_lost() || !functor_is_usable(operation, true)) return;
     ModuleTwinFunction twin = twin_of(kernel->name);
     if (!twin) {
         misuse("%s is launched, and has no twin", kernel->name);

@@ -404,14 +404,14 @@ cudaError_t cudaStreamCreateWithPriority(cudaStream_t *handle, unsigned flags, i
 /* What is queued on it will still be done. */
 cudaError_t cudaStreamDestroy(cudaStream_t handle)
 {
-    BEGIN();
+    BEGIN_RELEASE();
     Stream *stream;
     REQUIRE_SUCCESS(find_awaited_stream(__func__, handle, &stream));
     REQUIRE(stream->kind == MADE, cudaErrorInvalidResourceHandle);
     live_streams--;
     stream->destroyed = true;
     if (!stream->first) forget(stream);
-    return cudaSuccess;
+    return done(fault);
 }
 
 cudaError_t cudaStreamSynchronize(cudaStream_t handle)
@@ -532,13 +532,13 @@ cudaError_t cudaEventCreateWithFlags(cudaEvent_t *handle, unsigned flags)
 /* A recording that is still to come goes on without it. */
 cudaError_t cudaEventDestroy(cudaEvent_t handle)
 {
-    BEGIN();
+    BEGIN_RELEASE();
     Event *event;
     REQUIRE_SUCCESS(find_event(__func__, handle, &event));
     event_table.objects[id_of(&event_table, handle)] = NULL;
     free(event);
     live_events--;
-    return cudaSuccess;
+    return done(fault);
 }
 
 static void run_record(Operation *operation)

@@ -1,0 +1,723 @@
+"""Every way through the package on which CUDA is called, as small calls that can be made to fail.
+
+`PATHS` holds them by name. Those of an operator come from its row in kernels/ops.def.
+"""
+
+import array
+import contextlib
+import copy
+import ctypes
+import functools
+import pickle
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+from capsules import Producer, new_kind
+from operators import OPERATORS, is_in_place, parameters_of, required_arguments
+from rtc import SAXPY, SAXPY_TYPES, cubin, saxpy_twin
+
+ARCHITECTURE = "sm_90"
+
+
+class Case:
+    """One call, ready to be made.
+
+    `run` makes it, waits, and returns what came of it, all on the host. `arguments` are the objects
+    that it must not keep, and `outputs` the arrays that a MemoryError of `operator` leaves alone; it
+    is that of the path, unless another function is called.
+    """
+
+    def __init__(self, run, arguments=(), outputs=(), operator=None):
+        self.run = run
+        self.arguments = list(arguments)
+        self.outputs = list(outputs)
+        self.operator = operator
+
+
+class Path(NamedTuple):
+    group: str  # an operator, or a part of the package
+    name: str
+    prepare: Callable  # given a Device, makes a Case; calls that may fail are in its run
+    needs_nvrtc: bool = False
+    is_first: bool = False  # nothing has called CUDA before
+
+    def __str__(self):
+        return f"{self.group}: {self.name}"
+
+
+PATHS = {}
+
+
+def add(path):
+    assert str(path) not in PATHS, path
+    PATHS[str(path)] = path
+
+
+def path(group, **options):
+    """Adds a function that prepares a case; what its name says is that of the path."""
+
+    def decorate(prepare):
+        add(Path(group, prepare.__name__.replace("_", " "), prepare, **options))
+        return prepare
+
+    return decorate
+
+
+def warm_up(gpu):
+    """What the first calls on the devices make and keep."""
+    for ordinal in range(2):
+        gpu.gpuops.gather(gpu.gpuops.to_device([1], device=ordinal), [0]).to_host()
+
+
+def on_host(value):
+    return value.to_host() if hasattr(value, "to_host") else value
+
+
+# Operators. Each arrangement makes the operands of a call out of NumPy arrays.
+
+
+def plain(gpu, arrays):
+    return arrays
+
+
+def strided(gpu, arrays):
+    return [np.repeat(a, 2, -1)[..., ::2] if a.ndim else a for a in arrays]
+
+
+def buffers(gpu, arrays):
+    """What is not a NumPy array, where there is such a thing."""
+    return [array.array(a.dtype.char, a) if a.ndim == 1 else memoryview(a) for a in arrays]
+
+
+def converted(gpu, arrays):
+    """All but an array that is changed in place have to be brought to another dtype."""
+    return [arrays[0], *(a.astype("i2") for a in arrays[1:])]
+
+
+def on_device(gpu, arrays, **options):
+    return [gpu.gpuops.to_device(a, **options) for a in arrays]
+
+
+def strided_on_device(gpu, arrays):
+    return [
+        gpu.gpuops.to_device(np.repeat(a, 2, 0))[::2] if a.ndim else gpu.gpuops.to_device(a)
+        for a in arrays
+    ]
+
+
+def converted_on_device(gpu, arrays):
+    return on_device(gpu, converted(gpu, arrays))
+
+
+def on_both(gpu, arrays):
+    return [gpu.gpuops.to_device(arrays[0]), *arrays[1:]]
+
+
+def on_other_stream(gpu, arrays):
+    return on_device(gpu, arrays, stream=gpu.gpuops.Stream())
+
+
+def on_second_device(gpu, arrays):
+    return on_device(gpu, arrays, device=1)
+
+
+def imported(gpu, arrays):
+    return [Interface(gpu.gpuops.to_device(a)) for a in arrays]
+
+
+def exchanged(gpu, arrays):
+    """Arrays of a library with DLPack's C exchange API, which also makes the result.
+
+    Its own allocator never fails: it has memory of any shape from the start.
+    """
+    stock = gpu.gpuops.to_device(np.full(64, 77.0))
+
+    def empty(shape, dtype, device):
+        assert np.dtype(dtype) == stock.dtype
+        return stock[: int(np.prod(shape))].reshape(shape)
+
+    kind = new_kind(empty=empty)
+    return [kind(gpu.gpuops.to_device(a)) for a in arrays]
+
+
+class Interface:
+    """Another library's array, by __cuda_array_interface__."""
+
+    def __init__(self, owner, stream=None):
+        self.owner = owner
+        self.__cuda_array_interface__ = {**owner.__cuda_array_interface__, "stream": stream}
+
+    def to_host(self):
+        return self.owner.to_host()
+
+
+def output_of(operator):
+    """The name of the parameter that takes an array for the result, or None."""
+    return next((name for name in ("out", "output") if name in parameters_of(operator).parameters), None)
+
+
+def like_result(gpu, function, arrays):
+    result = function(*arrays, device="cpu")
+    return np.full_like(result, 77)
+
+
+def prepare_operator(operator, arrange, arrange_out, options, gpu):
+    function = getattr(gpu.gpuops, operator.name)
+    arrays = required_arguments(operator)
+    keywords = dict(options)
+    if keywords.get("stream") is not None:
+        keywords["stream"] = gpu.gpuops.Stream()
+    outputs = []
+    if arrange_out is not None:
+        outputs = arrange_out(gpu, [like_result(gpu, function, arrays)])
+        keywords[output_of(operator)] = outputs[0]
+    operands = arrange(gpu, arrays)
+    if is_in_place(operator):
+        outputs = operands[:1]
+
+    def run():
+        result = function(*operands, **keywords)
+        if not is_in_place(operator):
+            # Of a kind of its own, a result is looked at through what it holds.
+            return on_host(getattr(result, "data", result) if arrange is exchanged else result)
+        assert result is None
+        target = operands[0]
+        return np.array(on_host(getattr(target, "data", target) if arrange is exchanged else target))
+
+    return Case(run, operands, outputs)
+
+
+def add_operator(operator):
+    parameters = parameters_of(operator).parameters
+
+    def add_case(name, arrange, arrange_out=None, is_first=False, **options):
+        prepare = functools.partial(prepare_operator, operator, arrange, arrange_out, options)
+        add(Path(operator.name, name, prepare, is_first=is_first))
+
+    add_case("the first call", plain, is_first=True, device="cuda")
+    add_case("host arrays", plain, device="cuda")
+    add_case("host arrays on a stream", plain, device="cuda", stream=True)
+    add_case("strided host arrays", strided, device="cuda")
+    add_case("buffers", buffers, device="cuda")
+    add_case("converted host arrays", converted, device="cuda")
+    add_case("device arrays", on_device)
+    add_case("device arrays on another stream", on_other_stream, stream=True)
+    add_case("strided device arrays", strided_on_device)
+    add_case("converted device arrays", converted_on_device)
+    add_case("arrays on the second device", on_second_device)
+    add_case("arrays of another library", imported)
+    add_case("arrays of a library with the exchange API", exchanged)
+    if len(required_arguments(operator)) > 1:
+        add_case("device and host arrays", on_both)
+    if not is_in_place(operator):
+        add_case("host arrays, out", plain, plain, device="cuda")
+        add_case("host arrays, strided out", plain, strided, device="cuda")
+        add_case("device arrays, out", on_device, on_device)
+        add_case("device arrays, strided out", on_device, strided_on_device)
+    # What a row has in options leads to kernels of its own.
+    others = {"raise": "fill" if "fill_value" in parameters else "wrap", "reflect": "constant"}
+    if "mode" in parameters:
+        add_case("another mode", on_device, mode=others[parameters["mode"].default])
+    if "deterministic" in parameters:
+        add_case("deterministic", on_device, deterministic=True)
+        add_case("deterministic host arrays", plain, device="cuda", deterministic=True)
+
+
+for operator in OPERATORS:
+    add_operator(operator)
+
+
+# Arguments with which an operator takes a way that none of the above leads to.
+
+
+@path("scatter_add")
+def many_indices(gpu):
+    x = gpu.gpuops.to_device(np.zeros(3000, np.float32))
+    indices = gpu.gpuops.to_device((np.arange(5000) * 7 % 3000).astype(np.int32))
+    values = gpu.gpuops.to_device(np.ones(5000, np.float32))
+
+    def run():
+        gpu.gpuops.scatter_add(x, indices, values, deterministic=True)
+        return x.to_host()
+
+    return Case(run, [x, indices, values], [x])
+
+
+@path("scatter")
+def many_repeated_indices(gpu):
+    x = gpu.gpuops.to_device(np.zeros(3000, np.float32))
+    indices = gpu.gpuops.to_device((np.arange(5000) * 7 % 3000).astype(np.int32))
+    values = gpu.gpuops.to_device(np.arange(5000, dtype=np.float32))
+
+    def run():
+        gpu.gpuops.scatter(x, indices, values)
+        return x.to_host()
+
+    return Case(run, [x, indices, values], [x])
+
+
+@path("gather")
+def overlapping_out(gpu):
+    x = gpu.gpuops.to_device(np.arange(10.0))
+    out = x[2:5]
+    return Case(lambda: gpu.gpuops.gather(x, [0, 3, 1], out=out).to_host(), [x], [out])
+
+
+@path("gather")
+def a_bad_index(gpu):
+    x = gpu.gpuops.to_device(np.arange(10.0))
+
+    def run():
+        try:
+            return gpu.gpuops.gather(x, [0, 10]).to_host()
+        except IndexError as error:
+            return str(error)
+
+    return Case(run, [x])
+
+
+@path("gather")
+def a_bad_index_between_host_arrays(gpu):
+    x, out = np.arange(10.0), np.full(2, 77.0)
+
+    def run():
+        try:
+            return gpu.gpuops.gather(x, [0, 10], out=out, device="cuda")
+        except IndexError as error:
+            return str(error)
+
+    return Case(run, [x, out], [out])
+
+
+@path("gather")
+def a_large_fill_value(gpu):
+    x = gpu.gpuops.to_device(np.zeros(4, "V1000"))
+    call = functools.partial(gpu.gpuops.gather, x, [0, 9], mode="fill", fill_value=b"x" * 1000)
+    return Case(lambda: call().to_host(), [x])
+
+
+@path("matmul")
+def batches(gpu):
+    a, b = np.arange(60.0).reshape(5, 3, 4), np.arange(12.0).reshape(4, 3)
+    operands = on_device(gpu, [a, b])
+    return Case(lambda: gpu.gpuops.matmul(*operands).to_host(), operands)
+
+
+@path("correlate")
+def large_weights(gpu):
+    image, weights = np.arange(400.0).reshape(20, 20), np.arange(130.0).reshape(13, 10)
+    operands = on_device(gpu, [image, weights])
+    return Case(lambda: gpu.gpuops.correlate(*operands).to_host(), operands)
+
+
+@path("hello")
+def lines(gpu):
+    return Case(lambda: gpu.gpuops.hello(2, 3, device="cuda"))
+
+
+# Arrays.
+
+
+@path("arrays", is_first=True)
+def the_first_array(gpu):
+    x = np.arange(12.0).reshape(3, 4)
+    return Case(lambda: gpu.gpuops.to_device(x).to_host(), [x])
+
+
+@path("arrays")
+def to_device(gpu):
+    x = np.arange(12.0).reshape(3, 4)
+    return Case(lambda: gpu.gpuops.to_device(x).to_host(), [x])
+
+
+@path("arrays")
+def to_device_strided(gpu):
+    x = np.arange(24.0).reshape(3, 8)[:, ::2]
+    return Case(lambda: gpu.gpuops.to_device(x).to_host(), [x])
+
+
+@path("arrays")
+def to_device_of_a_buffer(gpu):
+    x = array.array("d", range(5))
+    return Case(lambda: gpu.gpuops.to_device(x).to_host(), [x])
+
+
+@path("arrays")
+def to_the_other_device(gpu):
+    x = gpu.gpuops.to_device(np.arange(5.0))
+    return Case(lambda: gpu.gpuops.to_device(x, device=1).to_host(), [x])
+
+
+@path("arrays")
+def to_host_into_an_array(gpu):
+    x, out = gpu.gpuops.to_device(np.arange(5.0)), np.full(5, 77.0)
+    return Case(lambda: x.to_host(out), [x, out], [out], "to_host")
+
+
+@path("arrays")
+def to_host_into_a_strided_array(gpu):
+    x, out = gpu.gpuops.to_device(np.arange(6.0).reshape(2, 3)), np.full((2, 6), 77.0)[:, ::2]
+    return Case(lambda: x.to_host(out), [x, out], [out], "to_host")
+
+
+@path("arrays")
+def to_host_of_a_slice(gpu):
+    x = gpu.gpuops.to_device(np.arange(12.0).reshape(6, 2))
+    return Case(lambda: x[::-2].to_host(), [x])
+
+
+@path("arrays")
+def to_host_on_another_stream(gpu):
+    x, stream = gpu.gpuops.to_device(np.arange(5.0)), gpu.gpuops.Stream()
+    return Case(lambda: x.to_host(stream=stream), [x])
+
+
+@path("arrays")
+def copies(gpu):
+    x = gpu.gpuops.to_device(np.arange(12.0).reshape(6, 2))[::2]
+    return Case(lambda: [c.to_host() for c in (x.copy(), copy.copy(x), copy.deepcopy(x))], [x])
+
+
+@path("arrays")
+def fill(gpu):
+    x = gpu.gpuops.to_device(np.arange(5.0))
+
+    def run():
+        x.fill(3)
+        return x.to_host()
+
+    return Case(run, [x], [x], "fill")
+
+
+@path("arrays")
+def fill_a_slice(gpu):
+    x = gpu.gpuops.to_device(np.arange(12.0).reshape(6, 2))
+
+    def run():
+        x[::2].fill(2)
+        return x.to_host()
+
+    return Case(run, [x], [x], "fill")
+
+
+@path("arrays")
+def new_arrays(gpu):
+    gpuops = gpu.gpuops
+
+    def run():
+        with gpuops.device("cuda"):
+            empty = gpuops.empty((3, 4), "f4")
+            return gpuops.zeros((3, 4), "f4").to_host(), gpuops.zeros(2, "i8").to_host(), empty.shape
+
+    return Case(run)
+
+
+@path("arrays")
+def asarray(gpu):
+    x = gpu.gpuops.to_device(np.arange(5))
+    other = Interface(x)
+    call = gpu.gpuops.asarray
+    return Case(lambda: [call(x).to_host(), call(other).to_host()], [x, other])
+
+
+@path("arrays")
+def items_and_slices(gpu):
+    x = gpu.gpuops.to_device(np.arange(12.0).reshape(6, 2))
+    return Case(lambda: [x[1].to_host(), x.reshape(3, 4)[1:][::-1].to_host(), len(x)], [x])
+
+
+@path("arrays")
+def text(gpu):
+    x = gpu.gpuops.to_device(np.arange(3000.0))
+    return Case(lambda: [repr(x), x._repr_html_()], [x])
+
+
+@path("arrays")
+def pickled(gpu):
+    x = gpu.gpuops.to_device(np.arange(5.0))
+    return Case(lambda: pickle.dumps(x, 5) and pickle.loads(pickle.dumps(x)).to_host(), [x])
+
+
+@path("memory")
+def information(gpu):
+    return Case(lambda: gpu.gpuops.memory_info(0).total)
+
+
+@path("memory")
+def empty_cache(gpu):
+    x = gpu.gpuops.to_device(np.arange(5.0))
+    del x
+    return Case(lambda: gpu.gpuops.empty_cache(0))
+
+
+@path("memory")
+def used_on_several_streams(gpu):
+    gpuops = gpu.gpuops
+
+    def run():
+        streams = [gpuops.Stream(device=0) for _ in range(2)]
+        x = gpuops.to_device(np.arange(5.0), device=0)
+        results = [gpuops.gather(x, [1, 2], stream=stream) for stream in streams]
+        del x
+        return [result.to_host() for result in results]
+
+    return Case(run)
+
+
+@path("devices", is_first=True)
+def the_first_question(gpu):
+    return Case(lambda: [gpu.gpuops.is_available(), gpu.gpuops.device_count()])
+
+
+@path("devices", is_first=True)
+def without_a_choice(gpu):
+    """Neither the caller nor the environment names a device: it is the GPU where there is one."""
+    x = np.arange(5.0)
+    return Case(lambda: gpu.gpuops.gather(x, [1, 2]), [x])
+
+
+@path("devices")
+def properties(gpu):
+    return Case(lambda: [tuple(device) for device in gpu.gpuops.devices()])
+
+
+# Streams and events.
+
+
+@path("streams", is_first=True)
+def the_first_stream(gpu):
+    return Case(lambda: gpu.gpuops.Stream(device=0).query())
+
+
+@path("streams")
+def a_stream(gpu):
+    def run():
+        stream = gpu.gpuops.Stream(device=0)
+        stream.synchronize()
+        return stream.query(), stream.device
+
+    return Case(run)
+
+
+@path("streams")
+def waits(gpu):
+    gpuops = gpu.gpuops
+    one, other = gpuops.Stream(device=0), gpuops.Stream(device=0)
+    x = gpuops.to_device(np.arange(5.0), stream=one)
+
+    def run():
+        event = one.record()
+        other.wait(event)
+        other.wait(one)
+        event.synchronize()
+        return event.query(), gpuops.gather(x, [1, 2], stream=other).to_host()
+
+    return Case(run, [x])
+
+
+@path("streams")
+def waits_across_devices(gpu):
+    gpuops = gpu.gpuops
+    one, other = gpuops.Stream(device=0), gpuops.Stream(device=1)
+
+    def run():
+        other.wait(one)
+        one.wait(other.record())
+        gpuops.synchronize(0)
+        gpuops.synchronize(1)
+        return True
+
+    return Case(run)
+
+
+@path("streams")
+def timed_events(gpu):
+    gpuops = gpu.gpuops
+
+    def run():
+        start, end = gpuops.Event(timing=True, device=0), gpuops.Event(timing=True, device=0)
+        stream = gpuops.Stream(device=0)
+        start.record(stream)
+        end.record(stream)
+        end.synchronize()
+        return start.elapsed_time(end) >= 0
+
+    return Case(run)
+
+
+@path("streams")
+def current_stream(gpu):
+    gpuops = gpu.gpuops
+    x = gpuops.to_device(np.arange(5.0))
+
+    def run():
+        with gpuops.Stream(device=0) as stream:
+            result = gpuops.gather(x, [1, 2])
+        return result.stream == stream, result.to_host()
+
+    return Case(run, [x])
+
+
+class Lender:
+    """A stream of another library, which has made it itself."""
+
+    def __init__(self, gpu):
+        self.handle, self.library = ctypes.c_void_p(), gpu.fake.library
+        assert self.library.cudaStreamCreateWithFlags(ctypes.byref(self.handle), 1) == 0
+
+    def __cuda_stream__(self):
+        return (0, self.handle.value)
+
+
+@path("streams")
+def external_stream(gpu):
+    gpuops, lender = gpu.gpuops, Lender(gpu)
+    x = gpuops.to_device(np.arange(5.0))
+
+    def run():
+        stream = gpuops.Stream.from_external(lender)
+        return gpuops.gather(x, [1, 2], stream=stream).to_host()
+
+    return Case(run, [x, lender])
+
+
+# Other libraries.
+
+
+@path("exchange")
+def dlpack_on_the_device(gpu):
+    gpuops = gpu.gpuops
+    x, stream = gpuops.to_device(np.arange(5.0)), gpuops.Stream()
+
+    def run():
+        capsules = [x.__dlpack__(), x.__dlpack__(max_version=(1, 3), stream=stream.ptr, copy=True)]
+        return len(capsules), gpuops.from_dlpack(x).to_host()
+
+    return Case(run, [x])
+
+
+@path("exchange")
+def dlpack_to_the_host(gpu):
+    x = gpu.gpuops.to_device(np.arange(5.0))
+    return Case(lambda: np.array(np.from_dlpack(x, device="cpu", copy=True)), [x])
+
+
+@path("exchange")
+def dlpack_import(gpu):
+    gpuops = gpu.gpuops
+    x = gpuops.to_device(np.arange(5.0))
+    producer = Producer(x)
+
+    def run():
+        result = gpuops.gather(gpuops.from_dlpack(producer), [1, 2]).to_host()
+        gpuops.synchronize(0)
+        return result
+
+    return Case(run, [x, producer])
+
+
+@path("exchange")
+def interface_with_a_stream(gpu):
+    gpuops, lender = gpu.gpuops, Lender(gpu)
+    x = gpuops.to_device(np.arange(5.0))
+    other = Interface(x, lender.handle.value)
+
+    def run():
+        result = gpuops.gather(other, [1, 2]).to_host()
+        gpuops.synchronize(0)
+        return result
+
+    return Case(run, [x, other])
+
+
+@path("exchange")
+def interface_for_others(gpu):
+    x = gpu.gpuops.to_device(np.arange(5.0))
+    return Case(lambda: x.__cuda_array_interface__["shape"], [x])
+
+
+# Kernels that are compiled at run time.
+
+GLOBAL = SAXPY + '\n__device__ double table[4] = {1, 2, 3, 4};\n'
+PARAMETERS = {"saxpy": SAXPY_TYPES}
+
+
+@functools.cache
+def machine_code(gpuops):
+    """Compiled before any call fails, and without a call of CUDA."""
+    return cubin(gpuops, GLOBAL, ARCHITECTURE)[0]
+
+
+def load_module(gpu):
+    code = machine_code(gpu.gpuops)
+    return gpu.gpuops._core._load_module(code, {"saxpy": ("saxpy", SAXPY_TYPES)}, 0, {})
+
+
+def kernel_path(prepare):
+    return path("kernels", needs_nvrtc=True)(prepare)
+
+
+@contextlib.contextmanager
+def twins(gpu):
+    with gpu.fake.twin("saxpy", saxpy_twin):
+        yield
+
+
+@kernel_path
+def a_module(gpu):
+    def run():
+        module = load_module(gpu)
+        kernel = module.get_function("saxpy")
+        return kernel.name, kernel.attributes.registers >= 0, module.get_global("table").nbytes
+
+    return Case(run)
+
+
+@kernel_path
+def a_launch_on_device_arrays(gpu):
+    kernel = load_module(gpu)["saxpy"]
+    x, y = on_device(gpu, [np.ones(10, np.float32), np.arange(10, dtype=np.float32)])
+
+    def run():
+        kernel[1, 32](2.0, x, y, 10)
+        return y.to_host()
+
+    return Case(run, [x, y])
+
+
+@kernel_path
+def a_launch_on_host_arrays(gpu):
+    kernel = load_module(gpu)["saxpy"]
+    x, y = np.ones(10, np.float32), np.arange(10, dtype=np.float32)
+
+    def run():
+        kernel.forall(10)(2.0, x, y, 10)
+        return y.copy()
+
+    return Case(run, [x, y], [y], "saxpy")
+
+
+@kernel_path
+def a_launch_on_a_stream(gpu):
+    gpuops = gpu.gpuops
+    kernel = load_module(gpu)["saxpy"]
+    x, y = on_device(gpu, [np.ones(10, np.float32), np.arange(10, dtype=np.float32)])
+
+    def run():
+        stream = gpuops.Stream(device=0)
+        kernel[1, 32, stream](2.0, gpuops.In(Interface(x)), gpuops.InOut(y), 10)
+        return y.to_host()
+
+    return Case(run, [x, y])
+
+
+@kernel_path
+def a_kernel_with_much_shared_memory(gpu):
+    kernel = load_module(gpu)["saxpy"]
+
+    def run():
+        kernel.max_dynamic_shared_bytes = 100_000
+        return kernel.max_dynamic_shared_bytes
+
+    return Case(run)

@@ -1,0 +1,427 @@
+"""Makes the calls of CUDA fail, one after the other, on every path of paths.py.
+
+A step is one path on which one call fails with one code, or two. It runs in a process of its own,
+forked from this one, which has loaded everything but never calls CUDA: so each begins with what a
+program begins with, a fatal error costs nobody else the GPU, and a crash is seen to be that step's.
+The right result is what the path gives when nothing fails; other tests look at that.
+
+A step that goes wrong is named so that a command repeats it:
+
+    python tests/faults/sweep.py "gather: host arrays" 3 700 sticky
+
+and without the last three, all steps of that path are run. GPUOPS_FAKE_BUILD names a fake build
+that is not in build/fake.
+"""
+
+import gc
+import os
+import pickle
+import signal
+import sys
+import traceback
+from pathlib import Path
+from typing import NamedTuple
+
+TESTS = Path(__file__).resolve().parent.parent
+if __name__ == "__main__":
+    sys.path.insert(0, str(TESTS))
+
+import numpy as np  # noqa: E402
+from faults import build  # noqa: E402
+from faults.fake import Fake, load_package  # noqa: E402
+from faults.paths import PATHS, machine_code, twins, warm_up  # noqa: E402
+
+OUT_OF_MEMORY = 2
+
+# One of each kind that CUDA documents. An error is either of one call, or the end of the context.
+PASSING = [
+    1,  # invalid value
+    46,  # devices unavailable
+    101,  # invalid device
+    400,  # invalid resource handle
+    701,  # launch out of resources
+    801,  # not supported
+    999,  # unknown
+]
+FATAL = [
+    214,  # uncorrectable ECC error
+    220,  # uncorrectable NVLink error
+    226,  # contained
+    700,  # illegal address
+    702,  # launch timeout
+    710,  # assert
+    714,  # hardware stack error
+    715,  # illegal instruction
+    716,  # misaligned address
+    717,  # invalid address space
+    718,  # invalid program counter
+    719,  # launch failure
+    721,  # tensor memory leak
+    911,  # external device
+]
+
+SECONDS = 60  # after which a step hangs
+NEVER = 1 << 40
+
+
+class Strike(NamedTuple):
+    """One fault: the call of that number fails."""
+
+    number: int
+    code: int
+    mode: str
+
+    def __str__(self):
+        return f"{self.number} {self.code} '{self.mode}'"
+
+
+class Outcome(NamedTuple):
+    problem: str | None
+    reached: bool  # whether the last of the faults struck
+    log: list  # the calls, from the first to the last that could fail
+    result: object
+    footprint: dict
+
+
+class Device(NamedTuple):
+    """What the tests' own `Device` has, as far as paths need it."""
+
+    gpuops: object
+    fake: Fake
+
+
+def load(folder=None):
+    folder = Path(folder or os.environ.get("GPUOPS_FAKE_BUILD") or build.folder_of())
+    gpu = Device(load_package(folder), Fake(folder / "cudart"))
+    gc.freeze()  # what is there now is not looked at, and so not copied, in any step's process
+    return gpu
+
+
+class Problem(AssertionError):
+    pass
+
+
+def require(condition, text):
+    if not condition:
+        raise Problem(text)
+
+
+def snapshot(value):
+    """A value that compares by bytes, and holds no array."""
+    if isinstance(value, list | tuple):
+        return [snapshot(item) for item in value]
+    if isinstance(value, np.ndarray | np.generic):
+        return value.dtype.str, value.shape, value.tobytes()
+    return value
+
+
+def contents(output):
+    return snapshot(output.to_host() if hasattr(output, "to_host") else np.array(output))
+
+
+def references(case):
+    return [sys.getrefcount(argument) for argument in case.arguments]
+
+
+def require_released(case):
+    """An array.array can grow only when nobody looks at its memory."""
+    for argument in case.arguments:
+        if hasattr(argument, "append"):
+            argument.append(argument[0])
+            argument.pop()
+
+
+def footprint(gpu):
+    """What is left on the devices when all work is done, and what was kept for later is freed."""
+    for ordinal in range(2):
+        gpu.gpuops.empty_cache(ordinal)
+    gpu.fake.run()
+    live = gpu.fake.live()
+    names = ["allocations", "bytes", "pinned_allocations", "streams", "events", "pools"]
+    return {name: getattr(live, name) for name in [*names, "libraries"]}
+
+
+class Step:
+    """One run of a path in this process."""
+
+    def __init__(self, gpu, path, strikes, expected):
+        self.gpu = gpu
+        self.path = path
+        self.strikes = strikes
+        self.expected = expected  # the outcome of a run in which nothing fails, or None
+        self.codes = {strike.code for strike in strikes}
+        self.reached = False
+        self.log = []
+
+    def attempt(self, case):
+        """Makes the call: its result and the exception, of which one is None."""
+        result = error = None
+        faults = []
+        armed = [self.gpu.fake.fail(*strike) for strike in self.strikes]
+        try:
+            for fault in armed:
+                faults.append(fault.__enter__())
+            try:
+                result = snapshot(case.run())
+            except Exception as caught:
+                error = caught.with_traceback(None)
+                error.__context__ = error.__cause__ = None
+        finally:
+            self.log = self.gpu.fake.log()
+            for fault in armed:
+                fault.__exit__(None, None, None)
+        self.reached = all(fault.reached for fault in faults)
+        self.calls = [fault.call for fault in faults if fault.reached]
+        return result, error
+
+    def run(self):
+        """Returns the result of the first attempt, which is None where that raised."""
+        gpu, fake = self.gpu, self.gpu.fake
+        if not self.path.is_first:
+            warm_up(gpu)
+        case = self.path.prepare(gpu)
+        case.operator = case.operator or self.path.group
+        before, device = references(case), fake.current_device()
+        outputs = [contents(output) for output in case.outputs]
+        fake.run()
+        result, error = self.attempt(case)
+        if error is None:
+            right = self.expected is None or result == self.expected.result
+            require(right, f"a wrong result: {result!r}, not {self.expected and self.expected.result!r}")
+        else:
+            self.require_documented(error)
+        spares_outputs = isinstance(error, MemoryError) and str(error).startswith(case.operator)
+        del error
+        if self.codes.isdisjoint(FATAL):
+            self.wait_for_all()
+        require(references(case) == before, f"references: {references(case)}, not {before}")
+        require_released(case)
+        require(fake.current_device() == device, "another current device")
+        if self.codes.isdisjoint(FATAL):
+            latched = fake.library.cudaPeekAtLastError()
+            require(latched == 0, f"error {latched} is left for others to stumble over")
+            if spares_outputs:
+                found = [contents(output) for output in case.outputs]
+                require(found == outputs, "an output was changed in spite of the MemoryError")
+            del case
+            self.require_survival()
+        elif self.calls:
+            self.require_loss(case)
+        misuse = fake.take_misuse()
+        require(not misuse, misuse)
+        return result
+
+    def wait_for_all(self):
+        """After this nothing may hold an array of others because of work that uses it."""
+        for ordinal in range(2):
+            self.gpu.gpuops.synchronize(ordinal)
+
+    def require_documented(self, error):
+        """The exception is that of one of the faults, and says all that there is to say."""
+        gpuops, text = self.gpu.gpuops, str(error)
+        require(self.calls, f"{error!r}, though nothing failed")
+        if isinstance(error, MemoryError):
+            require(OUT_OF_MEMORY in self.codes, f"{error!r} for another code")
+            return
+        require(isinstance(error, gpuops.DeviceError), f"{error!r} is not documented")
+        require(error.code in self.codes, f"{error!r} has code {error.code}")
+        is_lost = isinstance(error, gpuops.DeviceLostError)
+        require(is_lost == (error.code in FATAL), f"{error!r} for code {error.code}")
+        require(error.name.startswith("cudaError"), f"{error!r} has name {error.name!r}")
+        require(f"{error.name} ({error.code})" in text, f"no code in {text!r}")
+        require(error.operator and text.startswith(error.operator), f"no operator in {text!r}")
+        owners = (gpuops, gpuops.DeviceArray, gpuops.Stream, gpuops.Event, gpuops.Module)
+        known = any(hasattr(owner, error.operator) for owner in owners)
+        require(known or error.operator == "saxpy", f"operator {error.operator!r}")
+        if not is_lost:
+            require(any(call in text for call in self.log), f"no CUDA function in {text!r}")
+
+    def require_survival(self):
+        """After an error of one call, everything is as it was, and the next call is right."""
+        gc.collect()
+        case = self.path.prepare(self.gpu)
+        result = snapshot(case.run())
+        if self.expected is None:
+            return
+        require(result == self.expected.result, f"the next call is wrong: {result!r}")
+        case = None
+        gc.collect()
+        if "cudaGetDevice" in self.calls:
+            return  # where the current device is not known, what was to be freed there stays
+        left, expected = footprint(self.gpu), self.expected.footprint
+        extra = {name: (left[name], expected[name]) for name in left if left[name] > expected[name]}
+        require(not extra, f"left behind (found, expected): {extra}")
+
+    def require_loss(self, case):
+        """After a fatal error the GPU is gone at once and for ever, and the CPU goes on."""
+        gpuops, fake = self.gpu.gpuops, self.gpu.fake
+        try:
+            gpuops.synchronize(0)
+            gpuops.synchronize(0)
+        except gpuops.DeviceLostError as error:
+            require(error.code in self.codes, f"lost by {error.code}")
+        else:
+            require(False, "a fatal error was not noticed")
+        with fake.fail(NEVER, 1):
+            try:
+                gpuops.to_device(np.arange(3.0))
+            except gpuops.DeviceLostError as error:
+                require(error.code in self.codes, f"lost by {error.code}")
+            else:
+                require(False, "an array was brought to a GPU that is lost")
+            try:
+                case.run()
+            except gpuops.DeviceLostError as error:
+                require(error.code in self.codes, f"lost by {error.code}")
+            del case
+            gc.collect()
+            require(fake.log() == [], f"a lost GPU is called: {fake.log()}")
+        result = gpuops.gather(np.arange(3.0), [2, 0], device="cpu")
+        require(result.tolist() == [2, 0], "the CPU does not go on")
+
+
+def run_step(gpu, path, strikes=(), expected=None):
+    """Runs a step in a process of its own."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            os.close(reader)
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.__stdout__.fileno())  # kernels may print
+            signal.alarm(SECONDS)
+            outcome = run_here(gpu, path, strikes, expected)
+            with open(writer, "wb") as pipe:
+                pickle.dump(outcome, pipe)
+            status = 0
+        finally:
+            os._exit(status)
+    os.close(writer)
+    with open(reader, "rb") as pipe:
+        sent = pipe.read()
+    _, status = os.waitpid(child, 0)
+    if status != 0 or not sent:
+        return Outcome(f"the process ended with {os.waitstatus_to_exitcode(status)}", True, [], None, {})
+    return pickle.loads(sent)
+
+
+def run_here(gpu, path, strikes, expected):
+    step = Step(gpu, path, strikes, expected)
+    result, problem, left = None, None, {}
+    gpu.fake.set_scheduler("lazy")
+    try:
+        with twins(gpu):
+            result = step.run()
+            if expected is None:
+                gc.collect()
+                left = footprint(gpu)
+    except Problem as found:
+        problem = str(found)
+    except BaseException:
+        problem = traceback.format_exc()
+    return Outcome(problem, step.reached, step.log, result, left)
+
+
+class Failure(Exception):
+    """A step went wrong."""
+
+
+def describe(path, strikes, outcome):
+    words = " ".join(str(strike) for strike in strikes)
+    first = strikes[0].number
+    calls = [
+        f"{'->' if any(number == s.number for s in strikes) else '  '} {number} {call}"
+        for number, call in enumerate(outcome.log, 1)
+        if number > first - 10
+    ]
+    command = f'python tests/faults/sweep.py "{path}" {words}'
+    return "\n".join([command, outcome.problem.rstrip(), *calls[:40]])
+
+
+def clean_outcome(gpu, path):
+    outcome = run_step(gpu, path, [Strike(NEVER, 1, "once")])
+    if outcome.problem:
+        raise Failure(f"{path}: nothing fails, and yet: {outcome.problem}")
+    return outcome
+
+
+def check(gpu, path, strikes, expected):
+    """Runs a step; whether all of its faults struck."""
+    outcome = run_step(gpu, path, strikes, expected)
+    if outcome.problem:
+        raise Failure(describe(path, strikes, outcome))
+    return outcome.reached
+
+
+def turn(items, number):
+    return items[number % len(items)]
+
+
+def strikes_at(number, shift):
+    """What befalls the call of a number. The codes take turns, so that each comes in every mode."""
+    for mode in ("once", "from then on"):
+        yield Strike(number, OUT_OF_MEMORY, mode)
+        yield Strike(number, turn(PASSING, number + shift), mode)
+    yield Strike(number, turn(FATAL, number + shift), "once")
+    yield Strike(number, turn(FATAL, number + shift + 5), "sticky")
+    yield Strike(number, turn(FATAL, number + shift + 9), "late")
+
+
+def sweep(gpu, path):
+    """Fails every call of a path in turn; returns the failures and how many steps there were."""
+    failures, steps, number, reached = [], 0, 0, True
+    expected = clean_outcome(gpu, path)
+    shift = sum(map(ord, str(path)))
+    while reached:
+        number += 1
+        for strike in strikes_at(number, shift):
+            outcome = run_step(gpu, path, [strike], expected)
+            steps += 1
+            reached = outcome.reached
+            if outcome.problem:
+                failures.append(describe(path, [strike], outcome))
+    return failures, steps
+
+
+def sweep_all(gpu, paths, workers=1):
+    """Sweeps over paths with several processes; prints failures, and returns whether there are any."""
+    if any(path.needs_nvrtc for path in paths):
+        machine_code(gpu.gpuops)
+    children = []
+    for worker in range(workers):
+        child = os.fork()
+        if child:
+            children.append(child)
+            continue
+        status = 1
+        try:
+            found = [sweep(gpu, path) for path in paths[worker::workers]]
+            failures = [failure for some, _ in found for failure in some]
+            print(*failures, sep="\n\n")
+            print(f"{sum(steps for _, steps in found)} steps, {len(failures)} failures", flush=True)
+            status = len(failures) > 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    return any([os.waitpid(child, 0)[1] != 0 for child in children])
+
+
+def main(words):
+    gpu = load()
+    if len(words) < 4:
+        paths = [p for name, p in PATHS.items() if not words or words[0] in (name, p.group)]
+        return sweep_all(gpu, paths, os.cpu_count())
+    path = PATHS[words[0]]
+    if path.needs_nvrtc:
+        machine_code(gpu.gpuops)
+    strikes = [
+        Strike(int(words[i]), int(words[i + 1]), words[i + 2]) for i in range(1, len(words), 3)
+    ]
+    outcome = run_step(gpu, path, strikes, clean_outcome(gpu, path))
+    print(describe(path, strikes, outcome) if outcome.problem else "as promised")
+    return outcome.problem is not None
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
