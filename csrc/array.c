@@ -92,7 +92,7 @@ PyObject *array_of_operand(State *state, const Operand *operand)
 {
     const View *view = &operand->view;
     Status status = without_gil(do_keep, operand->memory);
-    if (status != STATUS_OK) return raise_status(state, status, operand->name, view->device);
+    if (status != STATUS_OK) return raise_status(state, status, operand->op, view->device);
     return array_new(state, memory_hold(operand->memory), view->data, operand->descr, view->ndim,
                      view->shape, view->strides, operand->read_only);
 }
@@ -193,11 +193,13 @@ int copy_elements(State *state, const View *target, const View *source, Stream *
     return -1;
 }
 
-PyObject *array_empty(State *state, Stream *stream, PyArray_Descr *descr, int ndim,
-                      const int64_t *shape, const char *op)
+PyObject *array_try_empty(State *state, Stream *stream, PyArray_Descr *descr, int ndim,
+                          const int64_t *shape, Status *status)
 {
+    AllocationWork work = {stream, 0, NULL};
     int64_t bytes = PyDataType_ELSIZE(descr);
     bool empty = bytes == 0, too_big = false;
+    *status = STATUS_OK;
     for (int i = 0; i < ndim; i++) {
         empty |= shape[i] == 0;
         if (shape[i] != 0) too_big |= __builtin_mul_overflow(bytes, shape[i], &bytes);
@@ -206,9 +208,19 @@ PyObject *array_empty(State *state, Stream *stream, PyArray_Descr *descr, int nd
         PyErr_SetString(PyExc_ValueError, "array is too big; its bytes do not fit into 63 bits");
         return NULL;
     }
-    Memory *memory = allocate_memory(state, stream, empty ? 0 : bytes, op);
-    if (memory == NULL) return NULL;
-    return array_new(state, memory, memory_data(memory), descr, ndim, shape, NULL, false);
+    work.bytes = empty ? 0 : bytes;
+    *status = without_gil(do_allocate, &work);
+    if (*status != STATUS_OK) return NULL;
+    return array_new(state, work.memory, memory_data(work.memory), descr, ndim, shape, NULL, false);
+}
+
+PyObject *array_empty(State *state, Stream *stream, PyArray_Descr *descr, int ndim,
+                      const int64_t *shape, const char *op)
+{
+    Status status;
+    PyObject *result = array_try_empty(state, stream, descr, ndim, shape, &status);
+    if (status != STATUS_OK) raise_status(state, status, op, stream_device(stream));
+    return result;
 }
 
 PyObject *array_copy_of(State *state, const View *source, PyArray_Descr *descr, Stream *stream,

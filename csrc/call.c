@@ -1,6 +1,8 @@
 /* The one path that every operator takes: arguments, plan, output, work, result. */
 #include "core.h"
 
+#include <stdarg.h>
+
 /* Whether two 0-d arrays hold equal values; -1 with an exception. */
 static int same_value(PyArrayObject *one, PyArrayObject *other)
 {
@@ -72,13 +74,14 @@ static int set_attribute(PyObject *error, const char *name, PyObject *value)
     return result;
 }
 
-/* A device's errors say which operator and device they befell, and carry CUDA's code and name. */
-static void raise_device_error(PyObject *type, const char *op, int device)
+/* A device's errors say which operator, operands and device they befell, and carry CUDA's code and
+ * name. */
+static void raise_device_error(PyObject *type, const char *op, const char *operands, int device)
 {
     const Failure *failure = last_failure();
-    PyObject *text = device >= 0
-                         ? PyUnicode_FromFormat("%s on cuda:%d: %s", op, device, failure->text)
-                         : PyUnicode_FromFormat("%s: %s", op, failure->text);
+    PyObject *text = device >= 0 ? PyUnicode_FromFormat("%s%s on cuda:%d: %s", op, operands, device,
+                                                        failure->text)
+                                 : PyUnicode_FromFormat("%s%s: %s", op, operands, failure->text);
     PyObject *error = text == NULL ? NULL : PyObject_CallFunctionObjArgs(type, text, NULL);
     Py_XDECREF(text);
     if (error == NULL) return;
@@ -90,8 +93,10 @@ static void raise_device_error(PyObject *type, const char *op, int device)
 }
 
 /* Sets the exception that a failed status stands for, and returns NULL. The text may hold bytes of
- * the environment, which PyErr_Format takes as they are. */
-void *raise_status(State *state, Status status, const char *op, int device)
+ * the environment, which PyErr_Format takes as they are. What the operands were tells how much was
+ * asked of the machine; faults of the caller are described in their own texts. */
+static void *raise_failure(State *state, Status status, const char *op, const char *operands,
+                           int device)
 {
     const char *text = last_failure()->text;
     switch (status) {
@@ -110,22 +115,27 @@ void *raise_status(State *state, Status status, const char *op, int device)
         raise_axis_error();
         break;
     case STATUS_MEMORY_ERROR:
-        PyErr_Format(PyExc_MemoryError, "%s: %s", op, text);
+        PyErr_Format(PyExc_MemoryError, "%s%s: %s", op, operands, text);
         break;
     case STATUS_DEVICE_ERROR:
-        raise_device_error(state->device_error, op, device);
+        raise_device_error(state->device_error, op, operands, device);
         break;
     case STATUS_DEVICE_LOST:
-        raise_device_error(state->device_lost_error, op, device);
+        raise_device_error(state->device_lost_error, op, operands, device);
         break;
     case STATUS_FORKED:
-        raise_device_error(state->forked_process_error, op, device);
+        raise_device_error(state->forked_process_error, op, operands, device);
         break;
     case STATUS_LIBRARY_ERROR:
         PyErr_Format(PyExc_OSError, "%s", text);
         break;
     }
     return NULL;
+}
+
+void *raise_status(State *state, Status status, const char *op, int device)
+{
+    return raise_failure(state, status, op, "", device);
 }
 
 /* The only place where the GIL is released. */
@@ -154,9 +164,10 @@ typedef struct Arguments {
     PyObject *fill_value, *device, *stream; /* borrowed */
 } Arguments;
 
-static int read_output(State *state, PyObject *object, const char *name, Operand *out)
+static int read_output(State *state, PyObject *object, const char *op, const char *name,
+                       Operand *out)
 {
-    if (read_operand(state, object, name, out) < 0) return -1;
+    if (read_operand(state, object, op, name, out) < 0) return -1;
     if (is_on_device(out)) return 0;
     if (out->kind == KIND_HOST && out->descr == NULL) { /* no other library's */
         release(out->array);
@@ -169,6 +180,44 @@ static int read_output(State *state, PyObject *object, const char *name, Operand
         return -1;
     }
     return PyArray_FailUnlessWriteable(out->array, name);
+}
+
+/* Text of a fixed size, to which more is added as long as there is room. */
+typedef struct Text {
+    char bytes[512];
+    size_t length;
+} Text;
+
+static void add_text(Text *text, const char *format, ...) __attribute__((format(printf, 2, 3)));
+static void add_text(Text *text, const char *format, ...)
+{
+    const size_t room = sizeof text->bytes - text->length;
+    va_list arguments;
+    va_start(arguments, format);
+    const int added = vsnprintf(text->bytes + text->length, room, format, arguments);
+    va_end(arguments);
+    if (added > 0) text->length += (size_t)added < room ? (size_t)added : room - 1;
+}
+
+static void add_operand(Text *text, const Operand *operand)
+{
+    const View *view = &operand->view;
+    add_text(text, "%s%s: %s (", text->length > 0 ? ", " : "(", operand->name, view->dtype_name);
+    for (int i = 0; i < view->ndim; i++)
+        add_text(text, i == 0 ? "%lld" : ", %lld", (long long)view->shape[i]);
+    add_text(text, view->ndim == 1 ? ",)" : ")");
+}
+
+/* The same for a call whose operands are known: "(x: float64 (3, 4), indices: int64 (2,))". */
+static void *raise_call_status(State *state, Status status, const Call *call,
+                               const Arguments *arguments)
+{
+    Text operands = {.length = 0};
+    if (call->in_place) add_operand(&operands, &arguments->out);
+    for (int i = 0; i < arguments->count; i++) add_operand(&operands, &arguments->inputs[i]);
+    if (!call->in_place && arguments->out.object != NULL) add_operand(&operands, &arguments->out);
+    add_text(&operands, ")");
+    return raise_failure(state, status, call->op->name, operands.bytes, call->device);
 }
 
 static bool names_a_dtype(PyObject *object)
@@ -200,7 +249,8 @@ static int read_arguments(State *state, const Signature *signature, PyObject **v
         if (name == NULL) return -1;
         switch (parameter->role) {
         case ROLE_INPUT:
-            if (read_operand(state, value, name, &arguments->inputs[arguments->count++]) < 0)
+            if (read_operand(state, value, call->op->name, name,
+                             &arguments->inputs[arguments->count++]) < 0)
                 return -1;
             break;
         case ROLE_OUTPUT:
@@ -213,7 +263,7 @@ static int read_arguments(State *state, const Signature *signature, PyObject **v
             if (value == Py_None) break;
             /* fall through */
         case ROLE_TARGET:
-            if (read_output(state, value, name, &arguments->out) < 0) return -1;
+            if (read_output(state, value, call->op->name, name, &arguments->out) < 0) return -1;
             break;
         case ROLE_FILL:
             arguments->fill_value = value == Py_None ? NULL : value;
@@ -534,8 +584,8 @@ typedef struct Result {
     DLManagedTensorVersioned *tensor;
 } Result;
 
-static int new_result(State *state, Call *call, const Operand *leader, const Operand *like,
-                      Result *result)
+static int new_result(State *state, Call *call, const Arguments *arguments, const Operand *leader,
+                      const Operand *like, Result *result)
 {
     View *out = &call->out;
     out->device = call->device;
@@ -554,8 +604,10 @@ static int new_result(State *state, Call *call, const Operand *leader, const Ope
         out->memory = NULL;
     } else {
         if (require_descr(like) < 0) return -1;
-        result->array = array_empty(state, stream_that_lasts(call->stream), like->descr, out->ndim,
-                                    out->shape, call->op->name);
+        Status status;
+        result->array = array_try_empty(state, stream_that_lasts(call->stream), like->descr,
+                                        out->ndim, out->shape, &status);
+        if (status != STATUS_OK) raise_call_status(state, status, call, arguments);
         if (result->array == NULL) return -1;
         array_view((DeviceArray *)result->array, out);
     }
@@ -572,13 +624,13 @@ static PyObject *call_on_device(State *state, Call *call, Arguments *arguments,
         if (check_output(call->op->name, &arguments->out, &call->out, like, call->elementwise) < 0)
             return NULL;
         view_copy(&call->out, &arguments->out.view);
-    } else if (!given && new_result(state, call, leader, like, &result) < 0) {
+    } else if (!given && new_result(state, call, arguments, leader, like, &result) < 0) {
         return NULL;
     }
     call->out_is_fresh = !given;
     Status status = without_gil(do_device_work, call);
     if (status != STATUS_OK) {
-        raise_status(state, status, call->op->name, call->device);
+        raise_call_status(state, status, call, arguments);
     } else if (given) {
         returned = Py_NewRef(call->in_place ? Py_None : arguments->out.object);
     } else if (result.tensor != NULL) {
@@ -623,7 +675,7 @@ static PyObject *change_on_host(State *state, Call *call, Arguments *arguments, 
     call->out_is_fresh = false;
     Status status = without_gil(do_host_work, work);
     if (status == STATUS_OK) return Py_NewRef(Py_None);
-    return raise_status(state, status, call->op->name, call->device);
+    return raise_call_status(state, status, call, arguments);
 }
 
 /* On the CPU, the products of matrices are NumPy's work. */
@@ -635,7 +687,7 @@ static int multiply_in_numpy(State *state, Call *call, Arguments *arguments, Wor
     if (call->stream == NULL) {
         Status status = without_gil(choose, work);
         if (status != STATUS_OK) {
-            raise_status(state, status, call->op->name, call->device);
+            raise_call_status(state, status, call, arguments);
             return -1;
         }
     }
@@ -674,7 +726,7 @@ static PyObject *call_on_host(State *state, Call *call, Arguments *arguments, Wo
     if (multiply_in_numpy(state, call, arguments, work, out, &computed) < 0) goto done;
     Status status = computed ? STATUS_OK : without_gil(do_host_work, work);
     if (status != STATUS_OK) {
-        raise_status(state, status, call->op->name, call->device);
+        raise_call_status(state, status, call, arguments);
     } else if (given != NULL) {
         if (out == given || PyArray_CopyInto(given, out) == 0)
             returned = Py_NewRef(arguments->out.object);
@@ -693,7 +745,7 @@ static PyObject *call_planned(State *state, Call *call, Arguments *arguments, co
                               Work *work)
 {
     Status status = call->op->plan(call);
-    if (status != STATUS_OK) return raise_status(state, status, call->op->name, call->device);
+    if (status != STATUS_OK) return raise_call_status(state, status, call, arguments);
     if (check_huge_integers(call, arguments) < 0) return NULL;
     if (call->in_place && check_target(call->op->name, &arguments->out) < 0) return NULL;
     Operand like;

@@ -114,6 +114,7 @@ typedef enum Kind {
  * is not, the memory is borrowed for the length of the call. */
 typedef struct Operand {
     PyObject *object; /* borrowed: what the caller passed */
+    const char *op;   /* the function, for errors of the machine */
     const char *name; /* of the parameter, for messages */
     Kind kind;
     bool pending;
@@ -161,9 +162,11 @@ PyArray_Descr *descr_of(Dtype dtype);              /* a new reference, or NULL w
 int fill_view(PyArrayObject *array, const char *name, View *view);
 
 /* operand.c */
-int read_operand(State *state, PyObject *object, const char *name, Operand *operand);
+int read_operand(State *state, PyObject *object, const char *op, const char *name,
+                 Operand *operand);
 /* The same for all but what NumPy is to make an array of; 0: it is nothing else. */
-int read_array_operand(State *state, PyObject *object, const char *name, Operand *operand);
+int read_array_operand(State *state, PyObject *object, const char *op, const char *name,
+                       Operand *operand);
 /* The view of data on the host. After this no Python code may run before the work is done. */
 int complete_operand(Operand *operand);
 void operand_clear(Operand *operand);
@@ -213,6 +216,9 @@ void array_view(const DeviceArray *array, View *view);
 /* A new array in C order on the device of a stream; its elements are not set. op is for errors. */
 PyObject *array_empty(State *state, Stream *stream, PyArray_Descr *descr, int ndim,
                       const int64_t *shape, const char *op);
+/* The same for callers who raise a failure of the machine in words of their own: status tells. */
+PyObject *array_try_empty(State *state, Stream *stream, PyArray_Descr *descr, int ndim,
+                          const int64_t *shape, Status *status);
 /* A new array in C order with the elements of a view, wherever that is. */
 PyObject *array_copy_of(State *state, const View *source, PyArray_Descr *descr, Stream *stream,
                         const char *op);

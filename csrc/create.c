@@ -39,9 +39,10 @@ static int cast_source(Operand *operand, PyArray_Descr *wanted)
 }
 
 /* What x is: its view is complete but for what has to be imported yet. */
-static int read_source(State *state, PyObject *object, PyArray_Descr *wanted, Operand *operand)
+static int read_source(State *state, PyObject *object, const char *op, PyArray_Descr *wanted,
+                       Operand *operand)
 {
-    if (read_array_operand(state, object, "x", operand) < 0) return -1;
+    if (read_array_operand(state, object, op, "x", operand) < 0) return -1;
     if (is_on_device(operand)) return 0;
     return cast_source(operand, wanted) < 0 ? -1 : complete_operand(operand);
 }
@@ -62,14 +63,13 @@ static int complete_source(State *state, Operand *operand, Stream *stream, bool 
 }
 
 /* A new array with the elements of x. */
-static PyObject *copy_source(State *state, Operand *operand, PyObject *device, PyObject *stream,
-                             const char *op)
+static PyObject *copy_source(State *state, Operand *operand, PyObject *device, PyObject *stream)
 {
-    Stream *place =
-        read_place(state, device, stream, is_on_device(operand) ? operand->view.device : -1, op);
+    Stream *place = read_place(state, device, stream,
+                               is_on_device(operand) ? operand->view.device : -1, operand->op);
     PyObject *result = NULL;
     if (place != NULL && complete_source(state, operand, place, false) == 0)
-        result = array_copy_of(state, &operand->view, operand->descr, place, op);
+        result = array_copy_of(state, &operand->view, operand->descr, place, operand->op);
     if (place != NULL) stream_release(place);
     return result;
 }
@@ -83,8 +83,8 @@ static PyObject *to_device(PyObject *module, PyObject *args, PyObject *keywords)
     if (!PyArg_ParseTupleAndKeywords(args, keywords, "O|$OO:to_device", names, &x, &device,
                                      &stream))
         return NULL;
-    if (read_source(state, x, NULL, &operand) == 0)
-        result = copy_source(state, &operand, device, stream, "to_device");
+    if (read_source(state, x, "to_device", NULL, &operand) == 0)
+        result = copy_source(state, &operand, device, stream);
     operand_clear(&operand);
     return result;
 }
@@ -181,7 +181,7 @@ static PyObject *asarray(PyObject *module, PyObject *args, PyObject *keywords)
         read_copy(copy_argument, &copy) < 0)
         return NULL;
     if (dtype != Py_None && !PyArray_DescrConverter(dtype, &descr)) return NULL;
-    if (read_source(state, x, descr, &operand) < 0) goto done;
+    if (read_source(state, x, "asarray", descr, &operand) < 0) goto done;
 
     bool stays = false;
     if (is_on_device(&operand)) {
@@ -198,7 +198,7 @@ static PyObject *asarray(PyObject *module, PyObject *args, PyObject *keywords)
         goto done;
     }
     if (!stays || copy == 1)
-        result = copy_source(state, &operand, device, stream, "asarray");
+        result = copy_source(state, &operand, device, stream);
     else if (Py_TYPE(x) != state->array_type)
         result = wrap_source(state, &operand, stream);
     else if ((place = read_stream(state, stream, operand.view.device)) != NULL)
@@ -247,7 +247,7 @@ static PyObject *from_dlpack(PyObject *module, PyObject *args, PyObject *keyword
                             "from_dlpack() takes an array with __dlpack__ and __dlpack_device__, "
                             "not %R: asarray() takes anything that is like an array",
                             Py_TYPE(x));
-    if (read_source(state, x, NULL, &operand) < 0) goto done;
+    if (read_source(state, x, "from_dlpack", NULL, &operand) < 0) goto done;
     if (!is_on_device(&operand) && (device == Py_None || copy == 0)) {
         PyErr_Format(PyExc_BufferError,
                      "x is on the host, and a DeviceArray on a GPU: %s copies it there",
@@ -265,9 +265,8 @@ static PyObject *from_dlpack(PyObject *module, PyObject *args, PyObject *keyword
             goto done;
         }
     }
-    result = is_on_device(&operand) && copy != 1
-                 ? wrap_source(state, &operand, stream)
-                 : copy_source(state, &operand, device, stream, "from_dlpack");
+    result = is_on_device(&operand) && copy != 1 ? wrap_source(state, &operand, stream)
+                                                 : copy_source(state, &operand, device, stream);
 
 done:
     operand_clear(&operand);

@@ -288,14 +288,14 @@ int refuse_device(const char *name, int64_t type)
 
 /* The number of devices does not change as long as a process lives, and the GIL is not worth
  * releasing for it more than once. */
-int check_ordinal(State *state, const char *name, int64_t ordinal)
+int check_ordinal(State *state, const char *op, const char *name, int64_t ordinal)
 {
     static atomic_int known;
     int count = atomic_load(&known);
     if (count == 0 && ordinal >= 0) {
         Status status = without_gil(count_devices, &count);
         if (status != STATUS_OK) {
-            raise_status(state, status, name, DEVICE_CPU);
+            raise_status(state, status, op, DEVICE_CPU);
             return -1;
         }
         atomic_store(&known, count);
@@ -339,13 +339,13 @@ static Status do_locate(void *context)
     return memory_check(view->device, extent.begin + extent.bytes - 1);
 }
 
-int locate(State *state, const char *name, View *view)
+int locate(State *state, const char *op, const char *name, View *view)
 {
     const bool is_told = view->device != DEVICE_CPU;
     Status status = without_gil(do_locate, view);
     if (status == STATUS_OK) return 0;
     if (status != STATUS_VALUE_ERROR)
-        raise_status(state, status, name, view->device);
+        raise_status(state, status, op, view->device);
     else if (is_told)
         PyErr_Format(PyExc_BufferError, "%s says that it is on cuda:%d: %s", name, view->device,
                      last_failure()->text);
@@ -630,7 +630,7 @@ int classify_dlpack(State *state, Library *library, Operand *operand)
     }
     if (device_type != DL_CUDA && device_type != DL_CUDA_MANAGED)
         return refuse_device(name, device_type);
-    if (check_ordinal(state, name, id) < 0) return -1;
+    if (check_ordinal(state, operand->op, name, id) < 0) return -1;
     if (atomic_load(&library->interface) == INTERFACE_UNKNOWN) {
         const int found = classify_interface(state, library, operand);
         if (found != 0) return found;
@@ -647,7 +647,7 @@ int adopt(State *state, Operand *operand, Stream *stream, Owner owner)
     const Extent extent = extent_of(&operand->view);
     Status status = memory_adopt(extent.begin, extent.bytes, stream, owner, &operand->memory);
     if (status != STATUS_OK) {
-        raise_status(state, status, operand->name, operand->view.device);
+        raise_status(state, status, operand->op, operand->view.device);
         drop_owner(owner);
         return -1;
     }
@@ -675,7 +675,7 @@ int adopt_tensor(State *state, Operand *operand, const Taken *taken, Stream *str
     if (require_descr(operand) < 0 ||
         check_alignment(name, view, view->item_bytes / (tensor->dtype.code == DL_COMPLEX ? 2 : 1)) <
             0 ||
-        locate(state, name, view) < 0)
+        locate(state, operand->op, name, view) < 0)
         goto failed;
     operand->read_only = taken->read_only;
     return adopt(state, operand, stream, taken->owner);

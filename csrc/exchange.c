@@ -113,7 +113,7 @@ static int set_work_stream(State *state, Operand *operand, int device)
     void *handle = NULL;
     if (operand->api->current_work_stream(DL_CUDA, device, &handle) != 0)
         return refuse_export(operand->name);
-    operand->stream = borrowed_stream(state, device, (uintptr_t)handle, operand->name);
+    operand->stream = borrowed_stream(state, device, (uintptr_t)handle, operand->op);
     return operand->stream == NULL ? -1 : 0;
 }
 
@@ -152,7 +152,7 @@ int classify_exchange(State *state, const Library *library, Operand *operand)
     if (library->autograd && check_autograd(state, operand) < 0) return -1;
     if (is_host(device)) return set_host_array(operand, Py_NewRef(operand->object)) < 0 ? -1 : 1;
     if (!is_cuda(device)) return refuse_device(operand->name, device.device_type);
-    if (check_ordinal(state, operand->name, device.device_id) < 0 ||
+    if (check_ordinal(state, operand->op, operand->name, device.device_id) < 0 ||
         set_work_stream(state, operand, device.device_id) < 0)
         return -1;
     operand->view.device = device.device_id;
@@ -268,7 +268,7 @@ static State *own_state(void)
 static Stream *work_stream(State *state, DLDevice device)
 {
     if (is_cuda(device))
-        return check_ordinal(state, "the tensor", device.device_id) < 0
+        return check_ordinal(state, "from_dlpack", "the tensor", device.device_id) < 0
                    ? NULL
                    : current_stream(state, device.device_id);
     refuse_device("the tensor", device.device_type);
@@ -296,7 +296,7 @@ static int api_to_object(DLManagedTensorVersioned *tensor, void **out)
     State *state = own_state();
     const DLDevice device = tensor->dl_tensor.device;
     Taken taken = {{dlpack_delete, tensor}, &tensor->dl_tensor, false};
-    Operand operand = {.name = "the tensor", .view.device = device.device_id};
+    Operand operand = {.op = "from_dlpack", .name = "the tensor", .view.device = device.device_id};
     Stream *stream = NULL;
     *out = NULL;
     if (state == NULL) {

@@ -47,13 +47,13 @@ int read_address(const char *name, uintptr_t address, uint64_t offset, int64_t l
                  View *view);
 int read_tensor(const char *name, const DLTensor *tensor, View *view); /* all of these */
 int check_alignment(const char *name, const View *view, int64_t alignment);
-int check_ordinal(State *state, const char *name, int64_t ordinal);
+int check_ordinal(State *state, const char *op, const char *name, int64_t ordinal);
 int refuse_device(const char *name, int64_t type);
 bool is_host(DLDevice device);
 bool is_cuda(DLDevice device);
 /* Whether the memory of a view is on its device; where that is not known yet (DEVICE_CPU), it is
  * found out. */
-int locate(State *state, const char *name, View *view);
+int locate(State *state, const char *op, const char *name, View *view);
 
 /* dlpack.c: what is imported. */
 typedef struct Taken {

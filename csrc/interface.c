@@ -153,9 +153,9 @@ static int take_interface(State *state, Operand *operand, PyObject *dict, bool h
     /* An array without elements is nowhere, but DLPack knows better. */
     if (has_dlpack && view->data == NULL) return 0;
     view->device = DEVICE_CPU; /* not known yet */
-    if (locate(state, name, view) < 0) return -1;
+    if (locate(state, operand->op, name, view) < 0) return -1;
     if (handle != 0) {
-        operand->stream = borrowed_stream(state, view->device, handle, name);
+        operand->stream = borrowed_stream(state, view->device, handle, operand->op);
         if (operand->stream == NULL) return -1;
     }
     if (!said) {

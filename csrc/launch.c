@@ -357,7 +357,7 @@ static int read_array(State *state, Arguments *arguments, int i, PyObject *objec
         object = ((WrapperObject *)object)->array;
     }
     Operand *operand = &array->operand;
-    const int found = read_array_operand(state, object, parameter->name, operand);
+    const int found = read_array_operand(state, object, kernel->op, parameter->name, operand);
     arguments->array_count++; /* what it holds is released from now on */
     if (found != 0) return found < 0 ? -1 : 0;
     if (array->is_written && is_numpy_scalar(object))

@@ -111,10 +111,12 @@ static int classify(State *state, Operand *operand)
     return result;
 }
 
-int read_array_operand(State *state, PyObject *object, const char *name, Operand *operand)
+int read_array_operand(State *state, PyObject *object, const char *op, const char *name,
+                       Operand *operand)
 {
     memset(operand, 0, offsetof(Operand, view));
     operand->object = object;
+    operand->op = op;
     operand->name = name;
     operand->dtype.code = DL_NONE;
     operand->view.device = DEVICE_CPU;
@@ -131,9 +133,9 @@ int read_array_operand(State *state, PyObject *object, const char *name, Operand
     return 1;
 }
 
-int read_operand(State *state, PyObject *object, const char *name, Operand *operand)
+int read_operand(State *state, PyObject *object, const char *op, const char *name, Operand *operand)
 {
-    const int found = read_array_operand(state, object, name, operand);
+    const int found = read_array_operand(state, object, op, name, operand);
     if (found != 0) return found < 0 ? -1 : 0;
     operand->kind = KIND_HOST;
     operand->array =

@@ -224,18 +224,14 @@ static Memory *empty_store(Stream *stream, Memory *found)
     return found;
 }
 
-static void free_list(int device, Memory *list)
+static void free_list(int device, Memory *list, bool is_current)
 {
-    int previous;
-    const bool entered =
-        list != NULL && !runtime_is_leaving() && device_enter(device, &previous) == STATUS_OK;
     while (list != NULL) {
         Memory *memory = list;
         list = memory->next;
-        if (entered) device_free(device, memory->data, home_handle(memory->stream));
+        if (is_current) device_free(device, memory->data, home_handle(memory->stream));
         free(memory);
     }
-    if (entered) device_leave(device, previous);
 }
 
 void memory_flush(Stream *stream)
@@ -243,9 +239,15 @@ void memory_flush(Stream *stream)
     pthread_mutex_lock(&lock);
     Memory *found = empty_store(stream, NULL);
     pthread_mutex_unlock(&lock);
-    free_list(stream->device, found);
+    if (found == NULL) return;
+    int previous;
+    const bool entered =
+        !runtime_is_leaving() && device_enter(stream->device, &previous) == STATUS_OK;
+    free_list(stream->device, found, entered);
+    if (entered) device_leave(stream->device, previous);
 }
 
+/* With the device current. */
 void memory_flush_device(int device)
 {
     pthread_mutex_lock(&lock);
@@ -260,7 +262,7 @@ void memory_flush_device(int device)
         },
         &found);
     /* With the lock, so that no stream goes away meanwhile. */
-    free_list(device, found);
+    free_list(device, found, !runtime_is_leaving());
     pthread_mutex_unlock(&lock);
 }
 

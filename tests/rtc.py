@@ -10,7 +10,7 @@ from faults.fake import device_array
 
 def open_nvrtc(gpuops):
     """Opens NVRTC for a build of the package, or skips the test."""
-    import pytest  # The sweep of faults/ forks at each step, and pytest would double what that costs.
+    import pytest  # Not at the top: the sweep of faults/ forks all the time, which it would slow.
 
     try:
         return importlib.import_module(f"{gpuops.__name__}._compile").find_nvrtc()

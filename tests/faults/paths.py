@@ -24,8 +24,8 @@ class Case:
     """One call, ready to be made.
 
     `run` makes it, waits, and returns what came of it, all on the host. `arguments` are the objects
-    that it must not keep, and `outputs` the arrays that a MemoryError of `operator` leaves alone; it
-    is that of the path, unless another function is called.
+    that it must not keep, and `outputs` the arrays that a MemoryError of `operator` leaves alone,
+    which is that of the path, unless another function is called.
     """
 
     def __init__(self, run, arguments=(), outputs=(), operator=None):
@@ -154,7 +154,9 @@ class Interface:
 
 def output_of(operator):
     """The name of the parameter that takes an array for the result, or None."""
-    return next((name for name in ("out", "output") if name in parameters_of(operator).parameters), None)
+    return next(
+        (name for name in ("out", "output") if name in parameters_of(operator).parameters), None
+    )
 
 
 def like_result(gpu, function, arrays):
@@ -183,7 +185,9 @@ def prepare_operator(operator, arrange, arrange_out, options, gpu):
             return on_host(getattr(result, "data", result) if arrange is exchanged else result)
         assert result is None
         target = operands[0]
-        return np.array(on_host(getattr(target, "data", target) if arrange is exchanged else target))
+        return np.array(
+            on_host(getattr(target, "data", target) if arrange is exchanged else target)
+        )
 
     return Case(run, operands, outputs)
 
@@ -226,6 +230,7 @@ def add_operator(operator):
 
 for operator in OPERATORS:
     add_operator(operator)
+OPERATOR_NAMES = {operator.name for operator in OPERATORS}
 
 
 # Arguments with which an operator takes a way that none of the above leads to.
@@ -408,7 +413,11 @@ def new_arrays(gpu):
     def run():
         with gpuops.device("cuda"):
             empty = gpuops.empty((3, 4), "f4")
-            return gpuops.zeros((3, 4), "f4").to_host(), gpuops.zeros(2, "i8").to_host(), empty.shape
+            return (
+                gpuops.zeros((3, 4), "f4").to_host(),
+                gpuops.zeros(2, "i8").to_host(),
+                empty.shape,
+            )
 
     return Case(run)
 
@@ -639,7 +648,7 @@ def interface_for_others(gpu):
 
 # Kernels that are compiled at run time.
 
-GLOBAL = SAXPY + '\n__device__ double table[4] = {1, 2, 3, 4};\n'
+GLOBAL = SAXPY + "\n__device__ double table[4] = {1, 2, 3, 4};\n"
 PARAMETERS = {"saxpy": SAXPY_TYPES}
 
 

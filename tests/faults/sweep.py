@@ -9,11 +9,14 @@ A step that goes wrong is named so that a command repeats it:
 
     python tests/faults/sweep.py "gather: host arrays" 3 700 sticky
 
-and without the last three, all steps of that path are run. GPUOPS_FAKE_BUILD names a fake build
-that is not in build/fake.
+Without the last three all steps of that path are run, or of all paths of an operator, or of all
+that there are; after --pairs every two calls fail, and after --memory Python's own allocations.
+GPUOPS_FAKE_BUILD names a fake build that is not in build/fake.
 """
 
+import contextlib
 import gc
+import importlib
 import os
 import pickle
 import signal
@@ -27,9 +30,14 @@ if __name__ == "__main__":
     sys.path.insert(0, str(TESTS))
 
 import numpy as np  # noqa: E402
+
+try:
+    from _testcapi import remove_mem_hooks, set_nomemory
+except ImportError:  # an interpreter without its own tests
+    set_nomemory = None
 from faults import build  # noqa: E402
 from faults.fake import Fake, load_package  # noqa: E402
-from faults.paths import PATHS, machine_code, twins, warm_up  # noqa: E402
+from faults.paths import OPERATOR_NAMES, PATHS, machine_code, twins, warm_up  # noqa: E402
 
 OUT_OF_MEMORY = 2
 
@@ -60,8 +68,28 @@ FATAL = [
     911,  # external device
 ]
 
+NO_MEMORY = "no memory"  # a mode: it is not CUDA's call that fails, but Python's allocation
+ALWAYS_NO_MEMORY = "no memory from then on"
+
 SECONDS = 60  # after which a step hangs
 NEVER = 1 << 40
+
+# Where both of two calls fail, for what is released on the way out of a failure.
+PAIRED = [
+    "gather: host arrays, out",
+    "gather: converted device arrays",
+    "gather: device arrays on another stream",
+    "add: converted device arrays",
+    "scatter: device and host arrays",
+    "arrays: to device strided",
+    "arrays: the first array",
+    "streams: the first stream",
+    "exchange: dlpack import",
+    "kernels: a launch on device arrays",
+]
+
+# The arrangements of each operator on which allocations fail; of the other groups it is all paths.
+STARVED = ["host arrays", "device arrays", "device arrays, out", "arrays of another library"]
 
 
 class Strike(NamedTuple):
@@ -97,13 +125,13 @@ def load(folder=None):
     return gpu
 
 
-class Problem(AssertionError):
-    pass
+class BrokenPromiseError(AssertionError):
+    """What must hold does not."""
 
 
 def require(condition, text):
     if not condition:
-        raise Problem(text)
+        raise BrokenPromiseError(text)
 
 
 def snapshot(value):
@@ -141,6 +169,12 @@ def footprint(gpu):
     return {name: getattr(live, name) for name in [*names, "libraries"]}
 
 
+def without_frames(error):
+    """The same exception, which holds nothing of those that it went through."""
+    error.__context__ = error.__cause__ = None
+    return error.with_traceback(None)
+
+
 class Step:
     """One run of a path in this process."""
 
@@ -150,29 +184,46 @@ class Step:
         self.strikes = strikes
         self.expected = expected  # the outcome of a run in which nothing fails, or None
         self.codes = {strike.code for strike in strikes}
+        self.starves = any(strike.mode in (NO_MEMORY, ALWAYS_NO_MEMORY) for strike in strikes)
         self.reached = False
         self.log = []
 
     def attempt(self, case):
         """Makes the call: its result and the exception, of which one is None."""
+        if self.starves:
+            return self.attempt_without_memory(case)
         result = error = None
         faults = []
-        armed = [self.gpu.fake.fail(*strike) for strike in self.strikes]
-        try:
-            for fault in armed:
-                faults.append(fault.__enter__())
+        with contextlib.ExitStack() as armed:
+            for strike in self.strikes:
+                faults.append(armed.enter_context(self.gpu.fake.fail(*strike)))
             try:
                 result = snapshot(case.run())
             except Exception as caught:
-                error = caught.with_traceback(None)
-                error.__context__ = error.__cause__ = None
-        finally:
+                error = without_frames(caught)
             self.log = self.gpu.fake.log()
-            for fault in armed:
-                fault.__exit__(None, None, None)
         self.reached = all(fault.reached for fault in faults)
         self.calls = [fault.call for fault in faults if fault.reached]
         return result, error
+
+    def attempt_without_memory(self, case):
+        """The same, with Python's allocator failing instead of CUDA."""
+        value = error = None
+        (strike,) = self.strikes
+        last = 0 if strike.mode == ALWAYS_NO_MEMORY else strike.number + 1
+        run = case.run
+        set_nomemory(strike.number, last)
+        try:
+            value = run()
+        except BaseException as caught:
+            error = caught
+        finally:
+            remove_mem_hooks()
+        self.reached = error is not None
+        self.calls = [strike.mode]
+        if error is not None:
+            return None, without_frames(error)
+        return snapshot(value), None
 
     def run(self):
         """Returns the result of the first attempt, which is None where that raised."""
@@ -187,7 +238,9 @@ class Step:
         result, error = self.attempt(case)
         if error is None:
             right = self.expected is None or result == self.expected.result
-            require(right, f"a wrong result: {result!r}, not {self.expected and self.expected.result!r}")
+            require(
+                right, f"a wrong result: {result!r}, not {self.expected and self.expected.result!r}"
+            )
         else:
             self.require_documented(error)
         spares_outputs = isinstance(error, MemoryError) and str(error).startswith(case.operator)
@@ -211,10 +264,19 @@ class Step:
         require(not misuse, misuse)
         return result
 
+    def struck(self):
+        """The names of all calls that failed."""
+        names = []
+        for strike in self.strikes:
+            last = NEVER if strike.mode == "from then on" else strike.number
+            names += self.log[strike.number - 1 : last]
+        return names
+
     def wait_for_all(self):
         """After this nothing may hold an array of others because of work that uses it."""
         for ordinal in range(2):
-            self.gpu.gpuops.synchronize(ordinal)
+            with contextlib.suppress(IndexError):  # which nobody was told of because of the error
+                self.gpu.gpuops.synchronize(ordinal)
 
     def require_documented(self, error):
         """The exception is that of one of the faults, and says all that there is to say."""
@@ -223,6 +285,7 @@ class Step:
         if isinstance(error, MemoryError):
             require(OUT_OF_MEMORY in self.codes, f"{error!r} for another code")
             return
+        require(not self.starves, f"{error!r} for want of memory")
         require(isinstance(error, gpuops.DeviceError), f"{error!r} is not documented")
         require(error.code in self.codes, f"{error!r} has code {error.code}")
         is_lost = isinstance(error, gpuops.DeviceLostError)
@@ -246,7 +309,7 @@ class Step:
         require(result == self.expected.result, f"the next call is wrong: {result!r}")
         case = None
         gc.collect()
-        if "cudaGetDevice" in self.calls:
+        if "cudaGetDevice" in self.struck():
             return  # where the current device is not known, what was to be freed there stays
         left, expected = footprint(self.gpu), self.expected.footprint
         extra = {name: (left[name], expected[name]) for name in left if left[name] > expected[name]}
@@ -301,7 +364,9 @@ def run_step(gpu, path, strikes=(), expected=None):
         sent = pipe.read()
     _, status = os.waitpid(child, 0)
     if status != 0 or not sent:
-        return Outcome(f"the process ended with {os.waitstatus_to_exitcode(status)}", True, [], None, {})
+        return Outcome(
+            f"the process ended with {os.waitstatus_to_exitcode(status)}", True, [], None, {}
+        )
     return pickle.loads(sent)
 
 
@@ -315,15 +380,11 @@ def run_here(gpu, path, strikes, expected):
             if expected is None:
                 gc.collect()
                 left = footprint(gpu)
-    except Problem as found:
+    except BrokenPromiseError as found:
         problem = str(found)
     except BaseException:
         problem = traceback.format_exc()
     return Outcome(problem, step.reached, step.log, result, left)
-
-
-class Failure(Exception):
-    """A step went wrong."""
 
 
 def describe(path, strikes, outcome):
@@ -341,16 +402,8 @@ def describe(path, strikes, outcome):
 def clean_outcome(gpu, path):
     outcome = run_step(gpu, path, [Strike(NEVER, 1, "once")])
     if outcome.problem:
-        raise Failure(f"{path}: nothing fails, and yet: {outcome.problem}")
+        raise BrokenPromiseError(f"{path}: nothing fails, and yet: {outcome.problem}")
     return outcome
-
-
-def check(gpu, path, strikes, expected):
-    """Runs a step; whether all of its faults struck."""
-    outcome = run_step(gpu, path, strikes, expected)
-    if outcome.problem:
-        raise Failure(describe(path, strikes, outcome))
-    return outcome.reached
 
 
 def turn(items, number):
@@ -383,8 +436,56 @@ def sweep(gpu, path):
     return failures, steps
 
 
-def sweep_all(gpu, paths, workers=1):
-    """Sweeps over paths with several processes; prints failures, and returns whether there are any."""
+def sweep_pairs(gpu, path):
+    """The same with two calls: of the second one it matters that it comes after the first."""
+    failures, steps, first, reached = [], 0, 0, True
+    expected = clean_outcome(gpu, path)
+    while reached:
+        first, second, both = first + 1, first + 1, True
+        while both:
+            second += 1
+            codes = turn(PASSING, first + second), turn(PASSING, second)
+            strikes = [Strike(first, codes[0], "once"), Strike(second, codes[1], "once")]
+            outcome = run_step(gpu, path, strikes, expected)
+            steps += 1
+            both = outcome.reached
+            if outcome.problem:
+                failures.append(describe(path, strikes, outcome))
+        reached = check_reaches(gpu, path, first, expected)
+    return failures, steps
+
+
+def check_reaches(gpu, path, number, expected):
+    return run_step(gpu, path, [Strike(number, 1, "once")], expected).reached
+
+
+def sweep_memory(gpu, path):
+    """Fails every allocation of Python's in turn, alone and with all that come after it."""
+    failures, steps, number, reached = [], 0, 0, True
+    expected = clean_outcome(gpu, path)
+    while reached:
+        number += 1
+        for mode in (NO_MEMORY, ALWAYS_NO_MEMORY):
+            strike = Strike(number, OUT_OF_MEMORY, mode)
+            outcome = run_step(gpu, path, [strike], expected)
+            steps += 1
+            reached = outcome.reached
+            if outcome.problem:
+                failures.append(describe(path, [strike], outcome))
+    return failures, steps
+
+
+def has_nvrtc(gpu):
+    compiler = importlib.import_module(f"{gpu.gpuops.__name__}._compile")
+    try:
+        compiler.find_nvrtc()
+    except gpu.gpuops.CompileError:
+        return False
+    return True
+
+
+def sweep_all(gpu, paths, sweep, workers):
+    """Sweeps over paths in several processes, prints the failures, and tells if there are any."""
     if any(path.needs_nvrtc for path in paths):
         machine_code(gpu.gpuops)
     children = []
@@ -395,23 +496,41 @@ def sweep_all(gpu, paths, workers=1):
             continue
         status = 1
         try:
-            found = [sweep(gpu, path) for path in paths[worker::workers]]
-            failures = [failure for some, _ in found for failure in some]
-            print(*failures, sep="\n\n")
-            print(f"{sum(steps for _, steps in found)} steps, {len(failures)} failures", flush=True)
-            status = len(failures) > 0
+            total = failed = 0
+            for path in paths[worker::workers]:
+                failures, steps = sweep(gpu, path)
+                total, failed = total + steps, failed + len(failures)
+                for failure in failures:
+                    print(failure, end="\n\n", flush=True)
+            print(f"{total} steps, {failed} failures", flush=True)
+            status = failed > 0
         except BaseException:
             traceback.print_exc()
         finally:
             os._exit(status)
-    return any([os.waitpid(child, 0)[1] != 0 for child in children])
+    statuses = [os.waitpid(child, 0)[1] for child in children]
+    return any(statuses)
 
 
 def main(words):
     gpu = load()
+    chosen = sweep
+    if "--pairs" in words:
+        chosen = sweep_pairs
+    if "--memory" in words:
+        chosen = sweep_memory
+    words = [word for word in words if not word.startswith("--")]
     if len(words) < 4:
         paths = [p for name, p in PATHS.items() if not words or words[0] in (name, p.group)]
-        return sweep_all(gpu, paths, os.cpu_count())
+        if not has_nvrtc(gpu):
+            paths = [path for path in paths if not path.needs_nvrtc]
+        if chosen is sweep_pairs:
+            paths = [path for path in paths if str(path) in PAIRED]
+        if chosen is sweep_memory:
+            paths = [
+                path for path in paths if path.group not in OPERATOR_NAMES or path.name in STARVED
+            ]
+        return sweep_all(gpu, paths, chosen, os.cpu_count())
     path = PATHS[words[0]]
     if path.needs_nvrtc:
         machine_code(gpu.gpuops)
