@@ -267,9 +267,10 @@ void release_stream(Stream *stream);                   /* without the GIL */
 extern PyMethodDef stream_methods[];                   /* synchronize, current_stream */
 
 /* dlpack.c */
-DLDataType dlpack_dtype(const PyArray_Descr *descr); /* DL_NONE: there is none */
-PyArray_Descr *descr_of_dlpack(DLDataType dtype);    /* a new reference; NULL: there is none */
-bool has_dlpack(PyTypeObject *type);
+DLDataType dlpack_dtype(const PyArray_Descr *descr);   /* DL_NONE: there is none */
+PyArray_Descr *descr_of_dlpack(DLDataType dtype);      /* a new reference; NULL: there is none */
+int has_dlpack(PyTypeObject *type);                    /* -1 with an exception */
+int has_attribute(PyObject *object, const char *name); /* the same */
 /* For Owner.release, from any thread: a DLManagedTensorVersioned, or NULL; a Python object. */
 void dlpack_delete(void *tensor);
 void release_object(void *object);

@@ -242,7 +242,9 @@ static PyObject *from_dlpack(PyObject *module, PyObject *args, PyObject *keyword
                                      &copy_argument, &stream) ||
         read_copy(copy_argument, &copy) < 0 || (device = ordinal_of_pair(device)) == NULL)
         return NULL;
-    if (!has_dlpack(Py_TYPE(x)))
+    const int exports = has_dlpack(Py_TYPE(x));
+    if (exports < 0) return NULL;
+    if (!exports)
         return PyErr_Format(PyExc_TypeError,
                             "from_dlpack() takes an array with __dlpack__ and __dlpack_device__, "
                             "not %R: asarray() takes anything that is like an array",

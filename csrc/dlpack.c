@@ -465,9 +465,10 @@ int set_host_array(Operand *operand, PyObject *base)
 
 /* Import by method: what has to be told to, and asked from, __dlpack__. */
 
-bool has_dlpack(PyTypeObject *type)
+int has_dlpack(PyTypeObject *type)
 {
-    return type_has(type, "__dlpack__") && type_has(type, "__dlpack_device__");
+    const int has = type_has(type, "__dlpack__");
+    return has <= 0 ? has : type_has(type, "__dlpack_device__");
 }
 
 /* Its answer on a stream, or without one for data on the host. An older producer takes fewer
@@ -531,11 +532,12 @@ static int take_capsule(PyObject *capsule, const char *name, Taken *taken)
     return -1;
 }
 
-static bool numpy_understands(PyObject *object)
+static int numpy_understands(PyObject *object)
 {
     PyTypeObject *type = Py_TYPE(object);
-    return PyObject_CheckBuffer(object) || type_has(type, "__array__") ||
-           type_has(type, "__array_interface__");
+    if (PyObject_CheckBuffer(object)) return 1;
+    const int has = type_has(type, "__array__");
+    return has != 0 ? has : type_has(type, "__array_interface__");
 }
 
 static int import_host_by_numpy(Operand *operand)
@@ -558,10 +560,11 @@ static int import_host(Operand *operand)
     PyObject *capsule = call_dlpack(operand->object, NULL);
     if (capsule == NULL) {
         /* Some dtypes of JAX, for example, have no word in DLPack but one in NumPy. */
-        const bool may_try = PyErr_ExceptionMatches(PyExc_Exception);
+        const bool may_try =
+            PyErr_ExceptionMatches(PyExc_Exception) && !PyErr_ExceptionMatches(PyExc_MemoryError);
         PyObject *exception, *value, *traceback;
         PyErr_Fetch(&exception, &value, &traceback);
-        if (!may_try || !numpy_understands(operand->object)) {
+        if (!may_try || numpy_understands(operand->object) <= 0) {
             PyErr_Restore(exception, value, traceback);
             return -1;
         }
@@ -619,12 +622,14 @@ static int import_capsule(State *state, Operand *operand, Stream *stream)
 int classify_dlpack(State *state, Library *library, Operand *operand)
 {
     const char *name = operand->name;
-    const bool has_namespace = type_has(Py_TYPE(operand->object), "__array_namespace__");
+    const int has_namespace = type_has(Py_TYPE(operand->object), "__array_namespace__");
     long long device_type = 0, id = 0;
+    if (has_namespace < 0) return -1;
     if (read_dlpack_device(operand->object, name, &device_type, &id) < 0) return -1;
     if (device_type == DL_CPU || device_type == DL_CUDA_HOST) {
         /* NumPy may know how to convert what DLPack cannot say, such as missing values. */
-        if (!has_namespace && numpy_understands(operand->object)) return 0;
+        const int understands = has_namespace ? 0 : numpy_understands(operand->object);
+        if (understands != 0) return understands < 0 ? -1 : 0;
         operand->kind = has_namespace ? KIND_NAMESPACE : KIND_HOST;
         return import_host(operand);
     }
@@ -635,7 +640,7 @@ int classify_dlpack(State *state, Library *library, Operand *operand)
         const int found = classify_interface(state, library, operand);
         if (found != 0) return found;
     }
-    operand->kind = kind_on_device(operand->object);
+    if (kind_on_device(operand->object, &operand->kind) < 0) return -1;
     operand->pending = true;
     operand->import = import_capsule;
     operand->view.device = (int)id;

@@ -18,16 +18,15 @@ typedef struct Library {
 
 enum { INTERFACE_UNKNOWN, INTERFACE_FIRST, INTERFACE_NEVER };
 
-static inline bool type_has(PyTypeObject *type, const char *name)
-{
-    return PyObject_HasAttrString((PyObject *)type, name);
-}
-
-/* operand.c: of an array on a device, whether its library can take the result. */
-Kind kind_on_device(PyObject *object);
-
 /* operand.c: an attribute of an object, or NULL without an exception where it has none. */
 int find_attribute(PyObject *object, const char *name, PyObject **value);
+
+/* operand.c: of an array on a device, whether its library can take the result. */
+int kind_on_device(PyObject *object, Kind *kind);
+
+/* operand.c: whether a type has an attribute, for instance a protocol's method; -1 with an
+ * exception where there is no telling, for want of memory. */
+int type_has(PyTypeObject *type, const char *name);
 
 /* Each of these returns 1: the object is an array of another library, and operand says so; 0: it is
  * none; -1 with an exception. The library is NULL for a type without DLPack. */

@@ -38,6 +38,21 @@ int find_attribute(PyObject *object, const char *name, PyObject **value)
     return 0;
 }
 
+int has_attribute(PyObject *object, const char *name)
+{
+    PyObject *value = PyObject_GetAttrString(object, name);
+    Py_XDECREF(value);
+    if (value != NULL) return 1;
+    if (PyErr_ExceptionMatches(PyExc_MemoryError)) return -1;
+    PyErr_Clear();
+    return 0;
+}
+
+int type_has(PyTypeObject *type, const char *name)
+{
+    return has_attribute((PyObject *)type, name);
+}
+
 /* What is known of a type: one more reference to a capsule with its Library, to None where it has
  * nothing for us, or NULL where each object has to be looked at. Nothing is ever taken out of the
  * dictionary, and of two threads that come at once the first decides. */
@@ -63,10 +78,14 @@ static int find_library(const State *state, PyTypeObject *type, PyObject **known
     Py_XDECREF(offered);
     const bool for_good = (PyType_GetFlags(type) & Py_TPFLAGS_IMMUTABLETYPE) != 0;
     PyObject *found = NULL;
-    if (api != NULL || has_dlpack(type)) {
+    const int exchanges = api != NULL ? 1 : has_dlpack(type);
+    const int has_interface =
+        exchanges == 0 && for_good ? type_has(type, "__cuda_array_interface__") : 0;
+    if (exchanges < 0 || has_interface < 0) return -1;
+    if (exchanges) {
         found = new_library(state, type, api);
         if (found == NULL) return -1;
-    } else if (for_good && !type_has(type, "__cuda_array_interface__")) {
+    } else if (for_good && !has_interface) {
         found = Py_NewRef(Py_None);
     } else {
         return 0;
@@ -264,7 +283,7 @@ static PyObject *package_of(PyTypeObject *type)
     PyObject *parts = name == NULL ? NULL : PyObject_CallMethod(name, "partition", "s", ".");
     PyObject *package = parts == NULL ? NULL : PyImport_GetModule(PyTuple_GetItem(parts, 0));
     if (package != NULL && !PyObject_HasAttrString(package, "from_dlpack")) Py_CLEAR(package);
-    PyErr_Clear();
+    if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_MemoryError)) PyErr_Clear();
     Py_XDECREF(parts);
     Py_XDECREF(name);
     return package;
@@ -272,20 +291,24 @@ static PyObject *package_of(PyTypeObject *type)
 
 static PyObject *namespace_of(PyObject *object)
 {
-    if (type_has(Py_TYPE(object), "__array_namespace__"))
-        return PyObject_CallMethod(object, "__array_namespace__", NULL);
+    const int has = type_has(Py_TYPE(object), "__array_namespace__");
+    if (has < 0) return NULL;
+    if (has) return PyObject_CallMethod(object, "__array_namespace__", NULL);
     PyObject *package = package_of(Py_TYPE(object));
-    if (package == NULL) PyErr_Format(PyExc_TypeError, "%R has no namespace", Py_TYPE(object));
+    if (package == NULL && !PyErr_Occurred())
+        PyErr_Format(PyExc_TypeError, "%R has no namespace", Py_TYPE(object));
     return package;
 }
 
-Kind kind_on_device(PyObject *object)
+int kind_on_device(PyObject *object, Kind *kind)
 {
     PyTypeObject *type = Py_TYPE(object);
-    if (type_has(type, "__array_namespace__")) return KIND_NAMESPACE;
-    PyObject *package = package_of(type);
+    const int has = type_has(type, "__array_namespace__");
+    if (has < 0) return -1;
+    PyObject *package = has ? NULL : package_of(type);
+    *kind = has || package != NULL ? KIND_NAMESPACE : KIND_ARRAY;
     Py_XDECREF(package);
-    return package == NULL ? KIND_ARRAY : KIND_NAMESPACE;
+    return PyErr_Occurred() ? -1 : 0;
 }
 
 /* namespace.asarray(array, device=like.device), and without device= where that is not taken. */

@@ -79,8 +79,9 @@ static void *refuse_stream(PyObject *object)
 /* Anything with __cuda_stream__, the protocol of cuda.core: a pair of version and handle. */
 static int read_handle(PyObject *object, uintptr_t *handle)
 {
-    if (!PyObject_HasAttrString(object, "__cuda_stream__")) {
-        refuse_stream(object);
+    const int has = has_attribute(object, "__cuda_stream__");
+    if (has <= 0) {
+        if (has == 0) refuse_stream(object);
         return -1;
     }
     PyObject *pair = PyObject_CallMethod(object, "__cuda_stream__", NULL);
@@ -425,7 +426,9 @@ static PyObject *stream_do_wait(PyObject *self, PyObject *args, PyObject *keywor
         if (await_event(state, (EventObject *)object, stream_of(self)) < 0) return NULL;
         Py_RETURN_NONE;
     }
-    if (!PyObject_HasAttrString(object, "__cuda_stream__"))
+    const int has = has_attribute(object, "__cuda_stream__");
+    if (has < 0) return NULL;
+    if (!has)
         return PyErr_Format(PyExc_TypeError,
                             "wait takes a gpuops.Event, or a stream with __cuda_stream__, not %R",
                             object);

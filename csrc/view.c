@@ -115,7 +115,9 @@ PyArrayObject *as_array(PyObject *object, const char *name)
     if (PyArray_CheckExact(object)) return (PyArrayObject *)Py_NewRef(object);
     if (PyArray_Check(object)) {
         /* A masked array is more than its data, and what its mask hides must not come back. */
-        if (PyObject_HasAttrString(object, "_mask")) {
+        const int is_masked = has_attribute(object, "_mask");
+        if (is_masked < 0) return NULL;
+        if (is_masked) {
             PyErr_Format(PyExc_TypeError,
                          "%s is a masked array, whose mask would be lost: pass %s.filled(...), or "
                          "its .data and .mask one after the other",
