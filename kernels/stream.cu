@@ -232,7 +232,7 @@ int stream_device(const Stream *stream)
 
 bool stream_is_capturing(const Stream *stream)
 {
-    if (stream->handle == 0) return false; /* it cannot be captured */
+    if (stream->handle == 0 || runtime_is_lost()) return false; /* it cannot be captured */
     cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
     cudaError_t code = cudaStreamIsCapturing(stream->handle, &capture);
     cuda_ignore(code);

@@ -276,6 +276,38 @@ def test_an_error_of_another_library_is_left_to_it(gpuops, fake):
     assert fake.library.cudaGetLastError() == INVALID_DEVICE
 
 
+# The first question.
+
+
+def test_an_answer_that_may_pass_is_not_kept(fake_device, fake_folder):
+    source = f"""
+import gpuops
+from faults.fake import Fake
+fake = Fake({str(fake_folder / "cudart")!r})
+with fake.fail(1, {UNKNOWN}):
+    print(gpuops.is_available(), gpuops.device_count())
+with fake.fail(1, {UNKNOWN}):
+    print(gpuops.is_available(), fake.log())
+"""
+    assert run_child(fake_device.gpuops, source) == "False 2\nTrue []\n"
+
+
+def test_an_answer_for_good_is_kept(fake_device, fake_folder):
+    source = f"""
+import gpuops
+from faults.fake import Fake
+fake = Fake({str(fake_folder / "cudart")!r})
+with fake.fail(1, 803, function="cudaGetDeviceCount"):
+    for _ in range(2):
+        try:
+            gpuops.zeros(3, device="cuda")
+        except gpuops.DeviceError as error:
+            print(error.code, gpuops.is_available())
+    print(fake.log().count("cudaGetDeviceCount"))
+"""
+    assert run_child(fake_device.gpuops, source) == "803 False\n803 False\n1\n"
+
+
 # The end of the GPU.
 
 LOSE = """

@@ -476,11 +476,6 @@ def used_on_several_streams(gpu):
 
 
 @path("devices", is_first=True)
-def the_first_question(gpu):
-    return Case(lambda: [gpu.gpuops.is_available(), gpu.gpuops.device_count()])
-
-
-@path("devices", is_first=True)
 def without_a_choice(gpu):
     """Neither the caller nor the environment names a device: it is the GPU where there is one."""
     x = np.arange(5.0)
