@@ -630,7 +630,8 @@ bool memory_try_release(Memory *memory)
                                         __ATOMIC_ACQ_REL, __ATOMIC_RELAXED))
             return true;
     Stream *stream = memory->stream;
-    if (memory->foreign || memory->use_count > 0 || memory->unmarked || runtime_is_leaving())
+    if (memory->foreign || memory->use_count > 0 || memory->unmarked || runtime_is_leaving() ||
+        runtime_is_lost())
         return false;
     if (__atomic_load_n(&stream->references, __ATOMIC_RELAXED) == 1 && stream->handle != 0)
         return false; /* the stream might be destroyed with it */
