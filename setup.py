@@ -230,7 +230,7 @@ def user_flags(*variables):
 
 
 def cxx_user_flags():
-    return user_flags("CXXFLAGS") or user_flags("CFLAGS")
+    return user_flags("CXXFLAGS" if "CXXFLAGS" in os.environ else "CFLAGS")
 
 
 def hardened(compiler, flags, wishes, user, suffix):
@@ -372,6 +372,9 @@ def compile_source(step, source):
         draft, depfile = Path(folder, "object"), Path(folder, "depfile")
         started = time.time()
         files = ["-MMD", "-MF", str(depfile), "-c", source, "-o", str(draft)]
+        if "--coverage" in step.command:
+            # What gcov has to know stays beside the object, and the counts come to lie there.
+            files += ["-dumpdir", f"{step.objects}/", "-dumpbase", target.stem]
         result = run([*step.command, *files])
         if result.returncode:
             raise CompileError(explain(f"could not compile {source}", result))

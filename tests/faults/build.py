@@ -4,6 +4,8 @@
     python tests/faults/build.py --sanitize address,undefined               build/fake-asan
     python tests/faults/build.py --cpu-only                                 build/cpu
     python tests/faults/build.py --cpu-only --sanitize address,undefined    build/cpu-asan
+    python tests/faults/build.py --sanitize thread                          build/fake-tsan
+    python tests/faults/build.py --coverage                                 build/fake-gcov
 
 Each is a folder with a complete package `gpuops`. The fake ones are linked against the fake CUDA
 runtime, which is built first, into the subfolder `cudart`. Nothing is done where nothing changed.
@@ -40,7 +42,7 @@ LINKER_NAME = "libcudart.so"
 
 NO_COMPILER = 77  # the exit status where there is nothing to build the fake ones with
 
-SANITIZERS = {"address,undefined": "asan"}
+SANITIZERS = {"address,undefined": "asan", "thread": "tsan"}
 
 
 def find_nvcc():
@@ -53,21 +55,23 @@ def find_nvcc():
     return setup.system_nvcc() or setup.wheel_nvcc()
 
 
-def folder_of(sanitize="", cpu_only=False):
-    name = "cpu" if cpu_only else "fake"
-    return BUILD / (f"{name}-{SANITIZERS[sanitize]}" if sanitize else name)
+def folder_of(sanitize="", coverage=False, cpu_only=False):
+    words = ["cpu" if cpu_only else "fake"]
+    words += [SANITIZERS[sanitize]] if sanitize else []
+    words += ["gcov"] if coverage else []
+    return BUILD / "-".join(words)
 
 
-def build(sanitize="", cpu_only=False):
+def build(sanitize="", coverage=False, cpu_only=False):
     """Brings one variant up to date and returns its folder."""
     # The runtime of a sanitizer that is meant for the tests would run in every compiler too.
     os.environ.pop("LD_PRELOAD", None)
-    folder = folder_of(sanitize, cpu_only)
+    folder = folder_of(sanitize, coverage, cpu_only)
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder.with_name(folder.name + ".lock")):
         if not cpu_only:
             build_library(folder / "cudart", sanitize)
-        build_package(folder, sanitize, cpu_only)
+        build_package(folder, sanitize, coverage, cpu_only)
     return folder
 
 
@@ -116,16 +120,22 @@ def build_library(folder, sanitize):
             (folder / LINKER_NAME).symlink_to(LIBRARY)
 
 
-def build_package(folder, sanitize, cpu_only):
+def build_package(folder, sanitize, coverage, cpu_only):
     environment = {key: value for key, value in os.environ.items() if not key.startswith("GPUOPS_")}
     if cpu_only:
         environment["GPUOPS_CUDA"] = "0"
     else:
         environment["GPUOPS_CUDA_ARCHS"] = "90"
         environment["GPUOPS_CUDART"] = str(folder / "cudart")
-    flags = " ".join(sanitizer_flags(sanitize))
-    for variable in ("CFLAGS", "CXXFLAGS", "LDFLAGS") if flags else ():
-        environment[variable] = f"{environment.get(variable, '')} {flags}".strip()
+    # The C files are those whose lines are counted, and as they are written: not optimized.
+    counted = ["--coverage"] if coverage else []
+    flags = {
+        "CFLAGS": [*sanitizer_flags(sanitize), *counted, *(["-O0"] if coverage else [])],
+        "CXXFLAGS": sanitizer_flags(sanitize),
+        "LDFLAGS": [*sanitizer_flags(sanitize), *counted],
+    }
+    for variable, words in flags.items() if sanitize or coverage else ():
+        environment[variable] = " ".join([environment.get(variable, ""), *words]).strip()
 
     command = [sys.executable, "setup.py", "-q", "build"]
     command += [f"--build-base={folder}/temporary", f"--build-lib={folder}/new"]
@@ -161,13 +171,14 @@ def run(command, **options):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--sanitize", default="", choices=SANITIZERS)
+    parser.add_argument("--coverage", action="store_true", help="count the lines of the C files")
     parser.add_argument("--cpu-only", action="store_true")
     arguments = parser.parse_args()
     if not arguments.cpu_only and find_nvcc() is None:
         print("the fake CUDA runtime cannot be built without nvcc and setuptools", file=sys.stderr)
         sys.exit(NO_COMPILER)
     try:
-        print(build(arguments.sanitize, arguments.cpu_only).relative_to(ROOT))
+        print(build(**vars(arguments)).relative_to(ROOT))
     except RuntimeError as failure:
         sys.exit(str(failure))
 
