@@ -52,8 +52,8 @@ COMPILE = ["-O3", "-ffp-contract=off", "-fPIC", "-fvisibility=hidden", "-pthread
 COMPILE += ["-Wall", "-Wextra"]
 COMPILE_C = [*COMPILE, "-std=gnu11"]
 COMPILE_CXX = [*COMPILE, "-std=c++17", "-fno-exceptions", "-fno-rtti"]
-COMPILE_CUDA = ["-O3", "-std=c++17", "-fmad=false", "--diag-error=20011,20014"]
-COMPILE_CUDA += ["-Xfatbin=-compress-all"]
+# No -O3: it is for the host's code, and would come after the -O that the user wants for that.
+COMPILE_CUDA = ["-std=c++17", "-fmad=false", "--diag-error=20011,20014", "-Xfatbin=-compress-all"]
 LINK = ["-shared", "-fPIC", "-static-libstdc++", "-static-libgcc"]
 
 # Flags that are tried first, one by one, because no two compilers take the same; the first that

@@ -258,6 +258,15 @@ def test_cxxflags_are_cflags_unless_given(setup, monkeypatch):
     assert setup.cxx_user_flags() == ["-g", "-O1"]
     monkeypatch.setenv("CXXFLAGS", "-O2")
     assert setup.cxx_user_flags() == ["-O2"]
+    monkeypatch.setenv("CXXFLAGS", "")
+    assert setup.cxx_user_flags() == []
+
+
+def test_the_users_optimization_comes_last(setup, monkeypatch):
+    """nvcc would put an -O of its own behind those of the host compiler."""
+    monkeypatch.delenv("GPUOPS_CUDART", raising=False)
+    flags = setup.cuda_flags(["90"], ["-O3", "-O1"])
+    assert [flag for flag in flags if "-O" in flag] == ["-Xcompiler=-O3", "-Xcompiler=-O1"]
 
 
 def test_compiler_that_cannot_compile(setup, machine):

@@ -244,3 +244,13 @@ def test_bad_operands_raise_type_errors(operator, function):
             arguments[position] = wrong
             with pytest.raises((TypeError, IndexError)):
                 function(*arguments)
+
+
+def test_the_cpu_leaves_the_gpu_alone(fake_device, operator):
+    """Where there is one; its first use has been long before."""
+    function = getattr(fake_device.gpuops, operator.name)
+    arguments = required_arguments(operator)
+    calls = fake_device.fake.calls()
+    result = outcome(operator, function, *arguments, device="cpu")
+    assert isinstance(result, np.ndarray)
+    assert fake_device.fake.calls() == calls

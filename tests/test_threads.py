@@ -1,5 +1,6 @@
 """Many threads at once, a writer that races with a call, and the worker pool's size."""
 
+import ctypes
 import os
 import sys
 import threading
@@ -8,8 +9,10 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from faults.fake import MODULE_TWIN
 from helpers import run_child
 from numpy.lib.stride_tricks import as_strided
+from rtc import saxpy_module
 
 THREADS = 8
 RACE_SECONDS = 2.0
@@ -256,3 +259,23 @@ started.wait()
 """
     for _ in range(3):
         assert run_child(gpuops, source) == ""
+
+
+def test_eight_threads_launch_a_kernel(gpu, short_switch_interval):
+    """On the fake with a twin in C that does nothing: those in Python take turns."""
+    kernel = saxpy_module(gpu)["saxpy"]
+    if gpu.fake is not None:
+        nothing = ctypes.cast(ctypes.CDLL(None).abs, MODULE_TWIN)
+        gpu.fake.library.fake_set_module_twin(b"saxpy", nothing)
+
+    def work(number):
+        x, y = np.ones((2, 1000), np.float32)
+        for turn in range(1, 11):
+            kernel[4, 256](1, x, gpu.gpuops.InOut(y), len(x))
+            assert (y == (1 if gpu.fake else 1 + turn)).all()
+
+    try:
+        run_threads([lambda number=number: work(number) for number in range(THREADS)])
+    finally:
+        if gpu.fake is not None:
+            gpu.fake.library.fake_set_module_twin(b"saxpy", MODULE_TWIN())

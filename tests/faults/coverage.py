@@ -1,12 +1,13 @@
-"""Runs a command and prints how much of the C files it has run, from gcov's counts.
+"""How much of the C files has been run, from gcov's counts.
 
     python tests/faults/build.py --coverage
     python tests/faults/build.py --coverage --cpu-only
-    python tests/faults/coverage.py \\
-        python -m pytest --package=build/cpu-gcov --fake=build/fake-gcov --require-fake
+    python tests/faults/coverage.py clear
+    python -m pytest --package=build/cpu-gcov --fake=build/fake-gcov --require-fake
+    python tests/faults/coverage.py report [--missing]
 
-What the two builds and all processes of the command have run counts together. The exit status is
-that of the command, or 1 where less was run than LEAST_LINES and LEAST_BRANCHES ask for.
+All processes that use either build add to its counts, and the two builds count together. The exit
+status is 1 where less was run than LEAST_LINES and LEAST_BRANCHES ask for.
 
 A line that no test can reach says so: LCOV_EXCL_LINE leaves it out, LCOV_EXCL_BR_LINE only its
 branches, each with the reason behind it.
@@ -94,16 +95,13 @@ def show_missing(name, lines, branches):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("what", choices=["clear", "report"])
     parser.add_argument("--missing", action="store_true", help="show what was not run")
-    parser.add_argument("command", nargs=argparse.REMAINDER, help="none: use the counts there are")
     arguments = parser.parse_args()
-    if arguments.command:
+    if arguments.what == "clear":
         for counts in OBJECTS.glob("*/*.gcda"):
             counts.unlink()
-        status = subprocess.run(arguments.command).returncode
-        if status:
-            sys.exit(status)
-    os.environ.pop("LD_PRELOAD", None)  # the runtime of a sanitizer, which is for the tests
+        return
     lines, branches = report(*read_counts(), arguments.missing)
     if lines < LEAST_LINES or branches < LEAST_BRANCHES:
         sys.exit(f"less than {LEAST_LINES} % of the lines or {LEAST_BRANCHES} % of the branches")

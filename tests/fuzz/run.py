@@ -2,6 +2,7 @@
 
     python tests/fuzz/run.py --seconds 20            all targets, 20 seconds together
     python tests/fuzz/run.py --target plans FILE     one of them on one input, to look at a failure
+    python tests/fuzz/run.py --compiler              which clang is taken, or that there is none
 
     plans       every operator's plan, and the CPU backend on what it accepts
     cubin       the reader of machine code
@@ -119,12 +120,16 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--seconds", type=float, default=60, help="for all targets together")
     parser.add_argument("--target", choices=TARGETS)
+    parser.add_argument("--compiler", action="store_true", help="only say which clang there is")
     parser.add_argument("inputs", nargs="*", help="files to run a target on, instead of fuzzing")
     arguments = parser.parse_args()
     if arguments.inputs and not arguments.target:
         parser.error("inputs are for one --target")
     targets = [arguments.target] if arguments.target else TARGETS
     cc, cxx = find_clang()
+    if arguments.compiler:
+        print(cc)
+        return
     build(cc, cxx)
     failed = []
     for target in targets:
