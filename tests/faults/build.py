@@ -18,7 +18,12 @@ Python's own memory would all be reported as leaked:
         python -m pytest --package=build/cpu-asan --fake=build/fake-asan --require-fake
 
 libstdc++ stands there for other extension modules: ASan must find the function that throws C++
-exceptions when it starts.
+exceptions when it starts. TSan needs its runtime alone, and a file for its reports, which pytest
+would swallow. Python is not built for it, but its locks are of the kinds that TSan knows, the GIL
+too, so that what they put in order raises no alarm:
+
+    LD_PRELOAD="$(cc -print-file-name=libtsan.so)" TSAN_OPTIONS=log_path=build/tsan \\
+        python -m pytest --package=build/cpu-tsan --fake=build/fake-tsan -k thread
 """
 
 import argparse
