@@ -3,11 +3,13 @@
     python tests/faults/build.py --coverage
     python tests/faults/build.py --coverage --cpu-only
     python tests/faults/coverage.py clear
-    python -m pytest --package=build/cpu-gcov --fake=build/fake-gcov --require-fake
+    GCOV_ERROR_FILE=build/gcov.log \\
+        python -m pytest --package=build/cpu-gcov --fake=build/fake-gcov --require-fake
     python tests/faults/coverage.py report [--missing]
 
-All processes that use either build add to its counts, and the two builds count together. The exit
-status is 1 where less was run than LEAST_LINES and LEAST_BRANCHES ask for.
+All processes that use either build add to its counts, and the two builds count together. Of counts
+that cannot be added, as where a test lets the disk be full, gcov tells in that log. The exit status
+is 1 where less was run than LEAST_LINES and LEAST_BRANCHES ask for.
 
 A line that no test can reach says so: LCOV_EXCL_LINE leaves it out, LCOV_EXCL_BR_LINE only its
 branches, each with the reason behind it.
@@ -102,7 +104,10 @@ def main():
         for counts in OBJECTS.glob("*/*.gcda"):
             counts.unlink()
         return
-    lines, branches = report(*read_counts(), arguments.missing)
+    counts = read_counts()
+    if not counts[0]:
+        sys.exit("nothing has been counted")
+    lines, branches = report(*counts, arguments.missing)
     if lines < LEAST_LINES or branches < LEAST_BRANCHES:
         sys.exit(f"less than {LEAST_LINES} % of the lines or {LEAST_BRANCHES} % of the branches")
 
