@@ -764,7 +764,8 @@ print((gpuops.matmul(i, i, device="cuda") == 20).all(), gpuops.memory_info().use
         FAKE_BLAS_FAIL="multiply",
     )
     assert printed.startswith(
-        "CUBLAS_STATUS_EXECUTION_FAILED 13 matmul matmul on cuda:0: cublasLtMatmul failed"
+        "CUBLAS_STATUS_EXECUTION_FAILED 13 matmul "
+        "matmul(a: float64 (20, 20), b: float64 (20, 20)) on cuda:0: cublasLtMatmul failed"
     )
     assert printed.endswith("True 0")
 
