@@ -37,7 +37,7 @@ except ImportError:  # an interpreter without its own tests
     set_nomemory = None
 from faults import build  # noqa: E402
 from faults.fake import Fake, load_package  # noqa: E402
-from faults.paths import OPERATOR_NAMES, PATHS, idle_twins, machine_code, twins, warm_up  # noqa: E402
+from faults.paths import OPERATOR_NAMES, PATHS, idle_twins, machine_code, twins, warm_up  # noqa: E402  # noqa: E402
 
 OUT_OF_MEMORY = 2
 
