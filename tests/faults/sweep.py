@@ -37,7 +37,14 @@ except ImportError:  # an interpreter without its own tests
     set_nomemory = None
 from faults import build  # noqa: E402
 from faults.fake import Fake, load_package  # noqa: E402
-from faults.paths import OPERATOR_NAMES, PATHS, idle_twins, machine_code, twins, warm_up  # noqa: E402  # noqa: E402
+from faults.paths import (  # noqa: E402
+    OPERATOR_NAMES,
+    PATHS,
+    idle_twins,
+    machine_code,
+    twins,
+    warm_up,
+)
 
 OUT_OF_MEMORY = 2
 
