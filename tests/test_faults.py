@@ -491,3 +491,22 @@ def test_a_mode_that_there_is_not(own):
 
 def test_the_command_of_a_step():
     assert str(Strike(3, 700, "sticky")) == "3 700 'sticky'"
+
+
+def test_memory_outlives_work_whose_end_cannot_be_marked(gpuops, fake):
+    """Neither an event nor waiting is to be had: what the work uses stays until it is done."""
+    fake.set_scheduler("lazy")
+    stream, home = gpuops.Stream(), gpuops.Stream()
+    x = gpuops.to_device(np.arange(1 << 16), stream=home)
+    fake.run()
+    with (
+        fake.fail(2, UNKNOWN, "from then on", "cudaEventRecord"),
+        fake.fail(1, UNKNOWN, "from then on", "cudaStreamSynchronize"),
+        pytest.raises(gpuops.DeviceError, match="cudaEventRecord failed"),
+    ):
+        gpuops.gather(x, [1, 2], stream=stream)
+    assert fake.pending() > 0
+    del x
+    gpuops.empty_cache()
+    fake.run()
+    fake.set_scheduler("now")
