@@ -185,6 +185,7 @@ def state():
     held = [sys.getrefcount(operand) for operand in operands]
     if os.environ["GPUOPS_DEVICE"] != "cpu":
         gpuops.synchronize()
+        gpuops.empty_cache()  # what waited for work on other streams is given back now
         held.append(gpuops.memory_info().used)
     return held
 
