@@ -244,7 +244,8 @@ bool device_is_capturing(int device)
     bool capturing = false;
     pthread_mutex_lock(&lock);
     for (Stream *stream = devices[device].streams; stream != NULL; stream = stream->next)
-        capturing = capturing || (stream->references > 0 && stream_is_capturing(stream));
+        capturing = capturing || (__atomic_load_n(&stream->references, __ATOMIC_RELAXED) > 0 &&
+                                  stream_is_capturing(stream));
     pthread_mutex_unlock(&lock);
     return capturing;
 }
