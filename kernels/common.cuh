@@ -88,7 +88,7 @@ void captures_heed(int mode);
 template <class Function>
 void in_spite_of_captures(const Function &function)
 {
-    int mode;
+    int mode = 0;
     const bool ignored = captures_ignore(&mode);
     function();
     if (ignored) captures_heed(mode);

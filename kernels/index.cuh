@@ -72,6 +72,7 @@ char *pack_indices(const View *indices, int64_t count);
 struct WideDivider {
     uint64_t divisor, multiplier;
     uint32_t shift;
+    uint32_t unused; /* no gap, as there */
 
     HOST_DEVICE uint64_t divide(uint64_t number) const
     {
@@ -90,7 +91,7 @@ static inline WideDivider wide_divider_of(uint64_t divisor)
     uint32_t shift = 0;
     while ((uint64_t)1 << shift < divisor) shift++;
     const unsigned __int128 excess = ((uint64_t)1 << shift) - divisor;
-    return {divisor, static_cast<uint64_t>((excess << 64) / divisor + 1), shift};
+    return {divisor, static_cast<uint64_t>((excess << 64) / divisor + 1), shift, 0};
 }
 
 /* For what is read once and should not push out of the caches what others want. */
