@@ -5,6 +5,8 @@
 
 #include "gpuops.h"
 
+#include <string.h>
+
 /* GPUOPS_CUDA=0 compiles the same files as C++: the CPU-only wheel, and what sanitizers run. */
 #ifdef __CUDACC__
 #include <cuda_runtime.h>
@@ -226,8 +228,10 @@ struct IndexReport {
             return;
         }
 #else
+        while (__atomic_exchange_n(&state->locked, 1u, __ATOMIC_ACQUIRE) != 0) continue;
         if (state->call == 0 || (state->call == call && position < state->position))
             write(position, index);
+        __atomic_store_n(&state->locked, 0u, __ATOMIC_RELEASE);
 #endif
     }
 
@@ -288,6 +292,10 @@ extern "C" void fake_cuda_twin(const void *kernel,
 /* The thread of a block whose turn it is: one after the other, or as the seed of the shuffled
  * scheduler has it. */
 extern "C" unsigned fake_cuda_thread(unsigned turn);
+/* Runs them on stacks of their own. */
+extern "C" void fake_cuda_threads(unsigned threads,
+                                  void (*body)(void *context, unsigned thread, void *shared),
+                                  void *context);
 /* Runs the threads of a block as fibers, which take turns wherever they wait for each other, on
  * shared memory with red zones around it. */
 extern "C" void fake_cuda_fibers(unsigned threads, size_t shared_bytes,
@@ -296,28 +304,44 @@ extern "C" void fake_cuda_fibers(unsigned threads, size_t shared_bytes,
 extern "C" void fake_cuda_sync(void);
 
 template <class Body>
-void twin(void **arguments, unsigned block, unsigned blocks, unsigned threads)
+struct FakeBlock {
+    const Body *body;
+    unsigned block, blocks, threads;
+
+    static void run_plain(void *given, unsigned thread, void *)
+    {
+        const FakeBlock *at = static_cast<const FakeBlock *>(given);
+        (*at->body)(Thread{at->block, thread, at->blocks, at->threads});
+    }
+
+    static void run_with_shared(void *given, unsigned thread, void *shared)
+    {
+        const FakeBlock *at = static_cast<const FakeBlock *>(given);
+        (*at->body)(Thread{at->block, thread, at->blocks, at->threads},
+                    static_cast<typename Body::Shared *>(shared));
+    }
+};
+
+/* The threads of other blocks that TSan sees at the same time read what is set here. */
+template <class Body>
+__attribute__((no_sanitize_thread)) void twin(void **arguments, unsigned block, unsigned blocks,
+                                              unsigned threads)
 {
-    const Body &body = *static_cast<const Body *>(arguments[0]);
+    FakeBlock<Body> all = {static_cast<const Body *>(arguments[0]), block, blocks, threads};
+#ifdef __SANITIZE_THREAD__
+    fake_cuda_threads(threads, FakeBlock<Body>::run_plain, &all);
+#else
     for (unsigned turn = 0; turn < threads; turn++)
-        body(Thread{block, fake_cuda_thread(turn), blocks, threads});
+        FakeBlock<Body>::run_plain(&all, fake_cuda_thread(turn), NULL);
+#endif
 }
 
 template <class Body>
 void twin_with_shared(void **arguments, unsigned block, unsigned blocks, unsigned threads)
 {
-    struct Context {
-        const Body *body;
-        unsigned block, blocks, threads;
-    } context = {static_cast<const Body *>(arguments[0]), block, blocks, threads};
-    fake_cuda_fibers(
-        threads, sizeof(typename Body::Shared),
-        [](void *given, unsigned thread, void *shared) {
-            const Context *at = static_cast<const Context *>(given);
-            (*at->body)(Thread{at->block, thread, at->blocks, at->threads},
-                        static_cast<typename Body::Shared *>(shared));
-        },
-        &context);
+    FakeBlock<Body> all = {static_cast<const Body *>(arguments[0]), block, blocks, threads};
+    fake_cuda_fibers(threads, sizeof(typename Body::Shared), FakeBlock<Body>::run_with_shared,
+                     &all);
 }
 #endif
 
@@ -359,6 +383,25 @@ HOST_DEVICE inline void Thread::sync() const
     __syncthreads();
 #elif defined(GPUOPS_FAKE_CUDA)
     fake_cuda_sync();
+#endif
+}
+
+/* For what several threads may write, if all of them write the same. On the host TSan, which is to
+ * find the races, takes whole words written like this for none. */
+template <class T>
+HOST_DEVICE inline void store_same(T *address, T value)
+{
+#ifdef __CUDA_ARCH__
+    *address = value;
+#else
+    if constexpr (sizeof(T) == 16) {
+        uint64_t words[2];
+        memcpy(words, &value, sizeof words);
+        for (int i = 0; i < 2; i++)
+            __atomic_store_n(reinterpret_cast<uint64_t *>(address) + i, words[i], __ATOMIC_RELAXED);
+    } else {
+        __atomic_store(address, &value, __ATOMIC_RELAXED);
+    }
 #endif
 }
 

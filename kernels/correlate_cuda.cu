@@ -286,7 +286,7 @@ HOST_DEVICE inline void load_window(const Images<Sum> &in, unsigned image,
                                                               count, target, thread);
             }
         }
-        if (check != 0) *marked = mark;
+        if (check != 0) store_same(marked, mark);
     });
 }
 

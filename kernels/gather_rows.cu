@@ -17,14 +17,15 @@
 
 constexpr int THREADS = 256;
 
-/* The output is written once, and should not push out of the caches what others want. */
+/* The output is written once, and should not push out of the caches what others want. Where the
+ * rows end, several threads write the same. */
 template <class Vector>
 HOST_DEVICE inline void store_once(char *address, Vector vector)
 {
 #ifdef __CUDA_ARCH__
     __stcs(reinterpret_cast<Vector *>(address), vector);
 #else
-    *reinterpret_cast<Vector *>(address) = vector;
+    store_same(reinterpret_cast<Vector *>(address), vector);
 #endif
 }
 

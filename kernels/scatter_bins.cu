@@ -178,7 +178,7 @@ struct BlockTables {
                         static_cast<int>(place) * row_numbers + static_cast<int>(at.column);
                     Kind::put(&shared->entries[entry * copies + copy], given[k]);
                 } else if (scatter.mode == MODE_RAISE) {
-                    *rejected = 1;
+                    store_same(rejected, 1u);
                     scatter.note(at.row, index[k]);
                 }
             }
@@ -303,7 +303,7 @@ struct SortTiles {
     {
         const int64_t place = scatter.place_of_other(index);
         if (place < 0 && scatter.mode == MODE_RAISE) {
-            *rejected = 1;
+            store_same(rejected, 1u);
             scatter.note(element, index);
         }
         return static_cast<uint32_t>(place);

@@ -134,6 +134,16 @@ struct Slots {
                       : number_at(place) == element + 1;
     }
 
+    /* Without slots, all that is written to a place is the same. */
+    template <class Vector>
+    HOST_DEVICE void store(Vector *address, Vector vector) const
+    {
+        if (slots == NULL)
+            store_same(address, vector);
+        else
+            *address = vector;
+    }
+
     HOST_DEVICE RARE bool is_last_hashed(const DeviceScatter &scatter, int64_t place,
                                          int64_t number) const
     {
@@ -171,7 +181,7 @@ struct ClaimPlaces {
                 if (place >= 0) {
                     if (slots.slots != NULL) slots.claim(scatter, place, elements[k]);
                 } else if (scatter.mode == MODE_RAISE) {
-                    *rejected = 1;
+                    store_same(rejected, 1u);
                     scatter.note(elements[k], values[k]);
                 }
             }
@@ -218,8 +228,10 @@ struct WriteRows {
         UNROLL
         for (int k = 0; k < ITEMS; k++)
             if (place[k] >= 0)
-                reinterpret_cast<Vector *>(scatter.x + x[k] +
-                                           scatter.axis_offset(place[k]))[column[k]] = loaded[k];
+                slots.store(
+                    reinterpret_cast<Vector *>(scatter.x + x[k] + scatter.axis_offset(place[k])) +
+                        column[k],
+                    loaded[k]);
     }
 };
 
@@ -320,7 +332,7 @@ struct ScatterSmall {
                 load_indices<1>(scatter.indices, scatter.index_dtype, &element, &value);
                 place = scatter.place_of(value);
                 if (place < 0 && scatter.mode == MODE_RAISE) {
-                    shared->rejected = 1;
+                    store_same(&shared->rejected, 1u);
                     scatter.note(element, value);
                 }
             }

@@ -180,7 +180,22 @@ struct DeviceScatter {
     }
 };
 
-/* Atomic operations, which are plain ones on the host, where one thread is all there is. */
+/* Atomic operations; on the host too, where the threads only take turns, so that it shows where
+ * there is none. */
+
+#ifndef __CUDA_ARCH__
+/* Sets a number to what a function makes of it, and returns what it was. */
+template <class T, class Function>
+inline T atomically(T *address, const Function &function)
+{
+    T before, after;
+    __atomic_load(address, &before, __ATOMIC_RELAXED);
+    do after = static_cast<T>(function(before));
+    while (!__atomic_compare_exchange(address, &before, &after, false, __ATOMIC_RELAXED,
+                                      __ATOMIC_RELAXED));
+    return before;
+}
+#endif
 
 template <class T>
 HOST_DEVICE inline void atomic_add(T *address, T value)
@@ -188,7 +203,7 @@ HOST_DEVICE inline void atomic_add(T *address, T value)
 #ifdef __CUDA_ARCH__
     atomicAdd(address, value);
 #else
-    *address = static_cast<T>(*address + value);
+    atomically(address, [&](T before) { return before + value; });
 #endif
 }
 
@@ -197,7 +212,7 @@ HOST_DEVICE inline void atomic_add(uint64_t *address, uint64_t value)
 #ifdef __CUDA_ARCH__
     atomicAdd(reinterpret_cast<unsigned long long *>(address), value);
 #else
-    *address += value;
+    atomically(address, [&](uint64_t before) { return before + value; });
 #endif
 }
 
@@ -206,7 +221,7 @@ HOST_DEVICE inline void atomic_max(uint32_t *address, uint32_t value)
 #ifdef __CUDA_ARCH__
     atomicMax(address, value);
 #else
-    if (*address < value) *address = value;
+    atomically(address, [&](uint32_t before) { return before < value ? value : before; });
 #endif
 }
 
@@ -215,7 +230,7 @@ HOST_DEVICE inline void atomic_max(uint64_t *address, uint64_t value)
 #ifdef __CUDA_ARCH__
     atomicMax(reinterpret_cast<unsigned long long *>(address), value);
 #else
-    if (*address < value) *address = value;
+    atomically(address, [&](uint64_t before) { return before < value ? value : before; });
 #endif
 }
 
@@ -225,7 +240,7 @@ HOST_DEVICE inline uint32_t atomic_next(uint32_t *address)
 #ifdef __CUDA_ARCH__
     return atomicAdd(address, 1u);
 #else
-    return (*address)++;
+    return atomically(address, [](uint32_t before) { return before + 1; });
 #endif
 }
 
@@ -235,9 +250,7 @@ HOST_DEVICE inline uint32_t atomic_claim(uint32_t *address, uint32_t value)
 #ifdef __CUDA_ARCH__
     return atomicCAS(address, 0u, value);
 #else
-    const uint32_t before = *address;
-    if (before == 0) *address = value;
-    return before;
+    return atomically(address, [&](uint32_t before) { return before == 0 ? value : before; });
 #endif
 }
 
@@ -246,9 +259,7 @@ HOST_DEVICE inline uint64_t atomic_claim(uint64_t *address, uint64_t value)
 #ifdef __CUDA_ARCH__
     return atomicCAS(reinterpret_cast<unsigned long long *>(address), 0ull, value);
 #else
-    const uint64_t before = *address;
-    if (before == 0) *address = value;
-    return before;
+    return atomically(address, [&](uint64_t before) { return before == 0 ? value : before; });
 #endif
 }
 

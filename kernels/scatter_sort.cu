@@ -65,7 +65,7 @@ struct MakeKeys {
             const int64_t place = scatter.place_of(values[k]);
             keys[element] = static_cast<Word>(place < 0 ? scatter.axis_size : place);
             if (place >= 0 || scatter.mode != MODE_RAISE) continue;
-            *rejected = 1;
+            store_same(rejected, 1u);
             scatter.note(element, values[k]);
         }
     }

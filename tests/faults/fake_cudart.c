@@ -12,6 +12,7 @@
  *   GPUOPS_FAKE_DRIVER=none|old|stub|no-device
  *   GPUOPS_FAKE_MEMORY=bytes of each device
  *   GPUOPS_FAKE_DEVICES=count
+ *   GPUOPS_FAKE_MULTIPROCESSORS=count of each device
  *   GPUOPS_FAKE_SCHEDULER=now|lazy|shuffled
  *   GPUOPS_FAKE_SEED=number, for shuffled
  */
@@ -345,6 +346,7 @@ static void run_kernel(Operation *operation)
         operation->twin(&operation->argument, block, operation->blocks, operation->threads);
     }
     running = (Running){0};
+    end_threads();
     hide_device_memory();
 }
 
@@ -450,7 +452,7 @@ cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *properties, int devic
     *properties = (struct cudaDeviceProp){
         .name = "Fake H200",
         .major = 9,
-        .multiProcessorCount = 132,
+        .multiProcessorCount = machine.multiprocessors,
         .totalGlobalMem = machine.memory_bytes,
         .warpSize = 32,
         .maxThreadsPerBlock = 1024,
@@ -466,15 +468,23 @@ cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *properties, int devic
 
 cudaError_t cudaDeviceGetAttribute(int *value, enum cudaDeviceAttr attribute, int device)
 {
-    static const int known[][2] = {
-        {cudaDevAttrComputeCapabilityMajor, 9}, {cudaDevAttrComputeCapabilityMinor, 0},
-        {cudaDevAttrMultiProcessorCount, 132},  {cudaDevAttrMaxThreadsPerBlock, 1024},
-        {cudaDevAttrL2CacheSize, 60 << 20},     {cudaDevAttrMaxSharedMemoryPerBlock, 48 << 10},
-        {cudaDevAttrMaxGridDimX, INT32_MAX},    {cudaDevAttrMaxThreadsPerMultiProcessor, 2048},
-        {cudaDevAttrMemoryPoolsSupported, 1},   {cudaDevAttrCanMapHostMemory, 1},
-        {cudaDevAttrMaxGridDimY, 65535},        {cudaDevAttrMaxGridDimZ, 65535},
-        {cudaDevAttrMaxBlockDimX, 1024},        {cudaDevAttrMaxBlockDimY, 1024},
-        {cudaDevAttrMaxBlockDimZ, 64},          {cudaDevAttrMaxSharedMemoryPerBlockOptin, 232448},
+    const int known[][2] = {
+        {cudaDevAttrComputeCapabilityMajor, 9},
+        {cudaDevAttrComputeCapabilityMinor, 0},
+        {cudaDevAttrMultiProcessorCount, machine.multiprocessors},
+        {cudaDevAttrMaxThreadsPerBlock, 1024},
+        {cudaDevAttrL2CacheSize, 60 << 20},
+        {cudaDevAttrMaxSharedMemoryPerBlock, 48 << 10},
+        {cudaDevAttrMaxGridDimX, INT32_MAX},
+        {cudaDevAttrMaxThreadsPerMultiProcessor, 2048},
+        {cudaDevAttrMemoryPoolsSupported, 1},
+        {cudaDevAttrCanMapHostMemory, 1},
+        {cudaDevAttrMaxGridDimY, 65535},
+        {cudaDevAttrMaxGridDimZ, 65535},
+        {cudaDevAttrMaxBlockDimX, 1024},
+        {cudaDevAttrMaxBlockDimY, 1024},
+        {cudaDevAttrMaxBlockDimZ, 64},
+        {cudaDevAttrMaxSharedMemoryPerBlockOptin, 232448},
     };
     BEGIN();
     REQUIRE(device >= 0 && device < machine.devices, cudaErrorInvalidDevice);
@@ -718,6 +728,7 @@ void fake_reset(void)
     set_scheduler(scheduler ? scheduler : "now", number("GPUOPS_FAKE_SEED", 1));
     snprintf(machine.driver, sizeof machine.driver, "%s", driver ? driver : "fine");
     machine.devices = (int)number("GPUOPS_FAKE_DEVICES", 2);
+    machine.multiprocessors = (int)number("GPUOPS_FAKE_MULTIPROCESSORS", 132);
     machine.memory_bytes = number("GPUOPS_FAKE_MEMORY", 64 << 20);
     trim_pools(-1, true);
     memset(counters, 0, sizeof counters);

@@ -15,8 +15,9 @@ extern struct Machine {
     char driver[16]; /* "fine" or a value of GPUOPS_FAKE_DRIVER */
     size_t memory_bytes;
     int devices;
-    bool used;   /* the driver has been needed and found */
-    bool forked; /* and the process has forked since: CUDA does not survive that */
+    int multiprocessors; /* of each device */
+    bool used;           /* the driver has been needed and found */
+    bool forked;         /* and the process has forked since: CUDA does not survive that */
 } machine;
 
 extern _Thread_local int current_device;
@@ -144,6 +145,8 @@ typedef struct Running {
     bool given_up; /* after misuse that makes the rest of the kernel meaningless */
 } Running;
 extern _Thread_local Running running;
+/* What comes now comes after all threads that have run. */
+void end_threads(void);
 
 /* Looks at what the argument of a kernel points to: at a launch, and once more when it runs. */
 bool functor_is_usable(const Operation *operation, bool runs);

@@ -7,6 +7,10 @@
  * to light.
  *
  * Fibers outlive their block and serve all later ones, of whatever thread holds the lock.
+ *
+ * TSan is told that all threads of a plain kernel run at the same time, and those of a block with
+ * shared memory from barrier to barrier: what they do to the same memory without an atomic
+ * operation is a race, though here they only ever take turns.
  */
 #define _GNU_SOURCE
 #include "fake_cudart.h"
@@ -16,6 +20,9 @@
 #include <ucontext.h>
 #include <unistd.h>
 
+#ifdef __SANITIZE_THREAD__
+#include <sanitizer/tsan_interface.h>
+#endif
 #ifdef __SANITIZE_ADDRESS__
 #include <sanitizer/common_interface_defs.h>
 #else
@@ -31,13 +38,54 @@ typedef void *Mark[5];
 #define set(mark) __builtin_setjmp(mark)
 
 /* Sanitizers count calls and returns, which do not match where the stack is another on the way out.
- * To TSan all fibers are the thread that runs the block. */
+ */
 #define UNSEEN __attribute__((noinline, no_sanitize("address", "thread")))
 
 __attribute__((noreturn)) UNSEEN static void jump(Mark mark)
 {
     __builtin_longjmp(mark, 1);
 }
+
+#ifdef __SANITIZE_THREAD__
+/* A few of TSan's contexts stand for all threads: a prime number of them, so that those who meet
+ * are hardly ever the same one. */
+enum { CONTEXTS = 13 };
+static void *contexts[CONTEXTS], *host_context;
+static char begun, ended; /* what the threads come after, and what comes after them */
+
+UNSEEN static void begin_threads(void)
+{
+    host_context = __tsan_get_current_fiber();
+    __tsan_release(&begun);
+}
+
+UNSEEN static void become_thread(unsigned thread)
+{
+    void **context = &contexts[thread % CONTEXTS];
+    if (!*context) {
+        *context = __tsan_create_fiber(0);
+        __tsan_set_fiber_name(*context, "of a kernel");
+    }
+    __tsan_switch_to_fiber(*context, __tsan_switch_to_fiber_no_sync);
+    __tsan_acquire(&begun);
+}
+
+UNSEEN static void become_host(void)
+{
+    __tsan_release(&ended);
+    __tsan_switch_to_fiber(host_context, __tsan_switch_to_fiber_no_sync);
+}
+
+UNSEEN void end_threads(void)
+{
+    __tsan_acquire(&ended);
+}
+#else
+static void begin_threads(void) {}
+static void become_thread(unsigned thread) {}
+static void become_host(void) {}
+void end_threads(void) {}
+#endif
 
 typedef struct Fiber {
     unsigned char *stack; /* the lowest address, above a page that nobody may touch */
@@ -48,9 +96,11 @@ typedef struct Fiber {
 } Fiber;
 static Fiber fibers[MOST_THREADS];
 
+typedef void Body(void *context, unsigned thread, void *shared);
+
 /* The block that is run now; the lock protects it, for a kernel never lets go of that. */
 static struct {
-    void (*body)(void *context, unsigned thread, void *shared);
+    Body *body;
     void *context, *shared;
     unsigned thread;
     bool given_up;
@@ -87,12 +137,14 @@ UNSEEN static void run_fiber(void)
 UNSEEN static void enter(Fiber *fiber, const ucontext_t *first)
 {
     fiber->waits = false;
+    become_thread(block.thread);
     if (set(block.place) == 0) {
         __sanitizer_start_switch_fiber(&block.sanitizer, fiber->stack, STACK_BYTES);
         if (first) setcontext(first);
         jump(fiber->place);
     }
     __sanitizer_finish_switch_fiber(block.sanitizer, NULL, NULL);
+    become_host();
 }
 
 static bool make_stack(Fiber *fiber)
@@ -136,11 +188,13 @@ static int run_to_barrier(unsigned threads)
 {
     uint64_t order = draw_order();
     int waiting = 0;
+    begin_threads();
     for (unsigned turn = 0; turn < threads; turn++) {
         unsigned thread = at_turn(order, turn, threads);
         if (!run_thread(thread)) return -1;
         waiting += fibers[thread].waits;
     }
+    if (running.has_barriers) end_threads();
     return waiting;
 }
 
@@ -153,8 +207,8 @@ static void give_up(unsigned threads)
     block.given_up = false;
 }
 
-void fake_cuda_fibers(unsigned threads, size_t shared_bytes,
-                      void (*body)(void *context, unsigned thread, void *shared), void *context)
+static void run_block(unsigned threads, bool has_barriers, size_t shared_bytes, Body *body,
+                      void *context)
 {
     if (!running.kernel) {
         LOCKED();
@@ -171,7 +225,7 @@ void fake_cuda_fibers(unsigned threads, size_t shared_bytes,
     block.body = body;
     block.context = context;
     block.shared = open_shared_memory(shared_bytes);
-    running.has_barriers = true;
+    running.has_barriers = has_barriers;
     unsigned long barriers = 0;
     int waiting = run_to_barrier(threads);
     while (waiting == (int)threads) {
@@ -191,7 +245,18 @@ void fake_cuda_fibers(unsigned threads, size_t shared_bytes,
                shared_bytes);
 }
 
-void fake_cuda_sync(void)
+void fake_cuda_fibers(unsigned threads, size_t shared_bytes, Body *body, void *context)
+{
+    run_block(threads, true, shared_bytes, body, context);
+}
+
+/* The threads of a plain kernel's block, for TSan, to whom each needs a stack of its own. */
+void fake_cuda_threads(unsigned threads, Body *body, void *context)
+{
+    run_block(threads, false, 0, body, context);
+}
+
+UNSEEN void fake_cuda_sync(void)
 {
     if (!running.kernel) {
         LOCKED();

@@ -4,11 +4,12 @@
     python tests/planted/run.py NAME...     some of them
 
 It works on a copy of the tree, with the build on the fake CUDA runtime as the package under test,
-the CPU backend included; of that only what a bug makes stale is compiled anew. First every test
-that is to catch a bug has to pass without one. Exits with 1 if a bug is not caught.
+the CPU backend included, or the one for TSan; of that only what a bug makes stale is compiled anew.
+First every test that is to catch a bug has to pass without one. Exits with 1 if one is not caught.
 """
 
 import argparse
+import os
 import re
 import shlex
 import shutil
@@ -25,10 +26,12 @@ TABLE = Path(__file__).with_name("plants.toml")
 
 DEADLINE = 300  # seconds for a check; a bug that makes it hang is caught by that
 TROUBLES = (2, 3, 4, 5)  # exit statuses of pytest that say nothing about the code
+RACE = 66  # the exit status where TSan reports
 
 
 class Plant(NamedTuple):
-    """A bug: in `file`, `old` becomes `new`; `check` are the tests that notice, as for pytest."""
+    """A bug: in `file`, `old` becomes `new`; `check` are the tests that notice, as for pytest, in a
+    build for the sanitizer `under`, where it takes one."""
 
     name: str
     fault: str
@@ -36,6 +39,7 @@ class Plant(NamedTuple):
     old: str
     new: str
     check: str
+    under: str = ""
 
     def planted(self, root):
         """The text of the file with the bug in it, as long as there is one place to put it."""
@@ -54,35 +58,46 @@ def read_plants():
 def copy_tree(source, target):
     """What a build and the tests need; with the times of the files, by which a build is current."""
     ignore = shutil.ignore_patterns(
-        ".git", ".*_cache", ".hypothesis", "__pycache__", "lib.*", "*-asan", "*-tsan", "*.lock"
+        ".git", ".*_cache", ".hypothesis", "__pycache__", "lib.*", "*-asan", "*.lock"
     )
     shutil.copytree(source, target, symlinks=True, ignore=ignore)
     for built in target.glob("gpuops/_core*.so"):  # whose code is not what the bugs are planted in
         built.unlink()
 
 
-def run(command, tree, timeout=None):
-    options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "timeout": timeout}
+def run(command, tree, **options):
+    options |= {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     return subprocess.run(command, cwd=tree, text=True, errors="replace", **options)
 
 
-def build(tree):
-    result = run([sys.executable, "tests/faults/build.py"], tree)
+def build(tree, under=""):
+    result = run(
+        [sys.executable, "tests/faults/build.py", *(["--sanitize", under] * bool(under))], tree
+    )
     if result.returncode != 0:
         sys.exit(f"the build failed:\n{result.stdout}")
 
 
-def run_check(tree, checks, deadline=DEADLINE):
+def run_check(tree, checks, deadline=DEADLINE, under=""):
     """Runs tests; how it ended, and what was printed."""
+    package = "build/fake-tsan" if under == "thread" else "build/fake"
     command = [sys.executable, "-m", "pytest", "-x", "-v", "-p", "no:cacheprovider"]
-    command += ["--package=build/fake", "--fake=build/fake", "--require-fake"]
+    command += [f"--package={package}", f"--fake={package}", "--require-fake"]
+    environment = dict(os.environ)
+    if under == "thread":
+        library = run(["cc", "-print-file-name=libtsan.so"], tree).stdout.strip()
+        environment["LD_PRELOAD"] = library
+        environment["TSAN_OPTIONS"] = f"halt_on_error=1:exitcode={RACE}"
+        environment["OPENBLAS_NUM_THREADS"] = "1"
     try:
-        result = run([*command, *checks], tree, deadline)
+        result = run([*command, *checks], tree, timeout=deadline, env=environment)
     except subprocess.TimeoutExpired as expired:
         return "hangs", (expired.stdout or b"").decode(errors="replace")  # never text
     passed = re.search(r"\d passed", result.stdout)
     if result.returncode in TROUBLES or (result.returncode == 0 and not passed):
         sys.exit(f"{' '.join(checks)} cannot be run:\n{result.stdout[-4000:]}")
+    if result.returncode == RACE:
+        return "races", result.stdout
     ending = "passes" if result.returncode == 0 else "fails" if result.returncode > 0 else "crashes"
     return ending, result.stdout
 
@@ -102,18 +117,20 @@ def try_plants(plants, folder):
     # All is built where it was built before, because paths are part of what makes it current.
     tree, clean = folder / "tree", folder / "clean"
     copy_tree(ROOT, tree)
-    build(tree)
-    checks = sorted({word for plant in plants for word in shlex.split(plant.check)})
-    ending, output = run_check(tree, checks, len(checks) * DEADLINE)
-    if ending != "passes":
-        sys.exit(f"without a bug, {culprit(ending, output)} {ending}:\n{output[-4000:]}")
+    for under in sorted({plant.under for plant in plants}):
+        build(tree, under)
+        checks = [shlex.split(plant.check) for plant in plants if plant.under == under]
+        checks = sorted({word for words in checks for word in words})
+        ending, output = run_check(tree, checks, len(checks) * DEADLINE, under)
+        if ending != "passes":
+            sys.exit(f"without a bug, {culprit(ending, output)} {ending}:\n{output[-4000:]}")
     tree.rename(clean)
     for plant in plants:
         started = time.monotonic()
         shutil.copytree(clean, tree, symlinks=True)
         Path(tree, plant.file).write_text(plant.planted(tree))
-        build(tree)
-        ending, output = run_check(tree, shlex.split(plant.check))
+        build(tree, plant.under)
+        ending, output = run_check(tree, shlex.split(plant.check), under=plant.under)
         shutil.rmtree(tree)
         caught = None if ending == "passes" else culprit(ending, output)
         yield plant, caught, time.monotonic() - started
