@@ -28,6 +28,9 @@ static int multiply(PyArrayObject *a, PyArrayObject *b, PyArrayObject *out)
     }
     if (ready) result = PyObject_CallFunctionObjArgs(function, plain[0], plain[1], plain[2], NULL);
     const int status = result == NULL ? -1 : 0;
+    /* NumPy does not say so where it runs out of memory, and Python takes that for an error of its
+     * own. */
+    if (ready && status < 0 && PyErr_ExceptionMatches(PyExc_SystemError)) PyErr_NoMemory();
     Py_XDECREF(result);
     for (int i = 0; i < 3; i++) Py_XDECREF(plain[i]);
     Py_XDECREF(function);

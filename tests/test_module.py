@@ -20,3 +20,21 @@ def test_the_collector_sees_what_the_module_holds(request, build):
         if not any(holder is core for holder in gc.get_referrers(getattr(core, name)))
     ]
     assert unseen == []
+
+
+def test_an_unknown_argument_is_refused(gpu):
+    gpuops = gpu.gpuops
+    x, stream = gpuops.zeros(3), gpuops.Stream()
+    event = stream.record()
+    for call in (
+        *(x.to_host, x.copy, x.fill, x.__dlpack__),
+        *(stream.record, stream.wait, stream.synchronize, event.record, event.wait),
+        *(gpuops.to_device, gpuops.asarray, gpuops.zeros, gpuops.empty, gpuops.from_dlpack),
+        *(gpuops.Stream, gpuops.Stream.from_external, gpuops.Event, gpuops.current_stream),
+        *(gpuops.synchronize, gpuops.memory_info, gpuops.memory_limit, gpuops.empty_cache),
+        *(gpuops.In, gpuops.Pointer),
+    ):
+        with pytest.raises(TypeError):
+            call(nonsense=1)
+        with pytest.raises(TypeError):
+            call(*[None] * 20)

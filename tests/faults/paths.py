@@ -642,6 +642,77 @@ def interface_for_others(gpu):
     return Case(lambda: x.__cuda_array_interface__["shape"], [x])
 
 
+# On the CPU, where only Python's memory can run out.
+
+
+class HostArray:
+    """An array of a library with a namespace, which has results of its own kind."""
+
+    def __init__(self, data):
+        self.data = data
+        self.device = "the host"
+
+    def __dlpack__(self, **options):
+        return self.data.__dlpack__()
+
+    def __dlpack_device__(self):
+        return self.data.__dlpack_device__()
+
+    def __array_namespace__(self):
+        return HostArray
+
+    @staticmethod
+    def asarray(data, device=None):
+        return data if device == "the host" else None
+
+
+class BareHostArray(HostArray):
+    """The same of a library whose asarray knows of no devices."""
+
+    def __array_namespace__(self):
+        return BareHostArray
+
+    @staticmethod
+    def asarray(data):
+        return data
+
+
+def cpu_path(name, function, *operands, **options):
+    """A call of a function, or the error that it ends with."""
+
+    def prepare(gpu):
+        def run():
+            try:
+                return on_host(getattr(gpu.gpuops, function)(*operands, device="cpu", **options))
+            except (TypeError, ValueError, IndexError, OverflowError) as error:
+                return type(error).__name__, str(error)
+
+        outputs = [options["out"]] if "out" in options else []
+        return Case(run, [*operands, *outputs], outputs, function)
+
+    add(Path("cpu", name, prepare))
+
+
+SQUARE = np.arange(9.0).reshape(3, 3)
+cpu_path("matmul", "matmul", SQUARE, SQUARE)
+cpu_path("matmul of float16", "matmul", SQUARE.astype("f2"), SQUARE.astype("f2"))
+cpu_path("matmul of a subclass", "matmul", SQUARE.view(np.recarray), SQUARE)
+cpu_path("a result with a namespace", "gather", HostArray(np.arange(5.0)), np.array([3, 1]))
+cpu_path("a namespace without devices", "gather", BareHostArray(np.arange(5.0)), np.array([3, 1]))
+cpu_path("an out of another shape", "sigmoid", SQUARE, out=np.zeros(3))
+cpu_path("an out of another dtype", "gather", SQUARE, np.array([0]), out=np.zeros((1, 3), "i4"))
+cpu_path("an out that meets itself", "sigmoid", SQUARE, out=np.broadcast_to(np.zeros(3), (3, 3)))
+cpu_path("shapes that do not match", "add", SQUARE, np.zeros(4))
+cpu_path("a dtype without arithmetic", "sigmoid", np.array(["text"]))
+cpu_path("a number that does not fit", "add", np.zeros(3, "u1"), 300)
+cpu_path("a number of many digits", "add", SQUARE, 10**30)
+cpu_path("an axis that is not there", "gather", SQUARE, np.array([0]), axis=7)
+cpu_path("an index that is not there", "gather", SQUARE, np.array([9]))
+cpu_path("values of another dtype", "scatter_add", np.zeros(3), np.array([0, 1]), np.ones(2, "i4"))
+cpu_path("an out that an operand meets", "gather", SQUARE, np.array([2, 1, 0]), out=SQUARE.copy())
+cpu_path("a list", "gather", [[1.0, 2.0], [3.0, 4.0]], [1, 0])
+
+
 # Kernels that are compiled at run time.
 
 GLOBAL = SAXPY + "\n__device__ double table[4] = {1, 2, 3, 4};\n"
