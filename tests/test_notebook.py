@@ -143,7 +143,7 @@ context.__enter__()
 def test_kernels_become_callables(gpu, execute):
     shown = execute(
         gpu,
-        TWIN if gpu.fake else "",
+        TWIN if gpu.fake else "import gpuops",
         "%%cuda\n__global__ void scale(float factor, float* x, int n)\n{\n"
         "    int i = blockIdx.x * blockDim.x + threadIdx.x;\n    if (i < n) x[i] *= factor;\n}\n",
         "import numpy as np\nx = np.arange(5, dtype=np.float32)\nscale[1, 32](2.0, x, x.size)\nx",
