@@ -109,7 +109,11 @@ def test_docstring_is_numpydoc(operator, function):
     sections = sections_of(doc)
     assert [title for title in sections if title not in SECTIONS] == []
     assert sections == sorted(sections, key=SECTIONS.index)
-    assert {"Parameters", "Returns", "Raises", "Examples"} <= set(sections)
+    assert {"Parameters", "Returns", "Raises", "See Also", "Examples"} <= set(sections)
+    # A title that has run into its text is none, and a reference begins with its number.
+    assert len(re.findall(r"-{3,}", doc)) == len(sections)
+    cited = re.findall(r"\[\d+\]_", doc)
+    assert [f"\n.. {mark[:-1]} " in doc for mark in cited] == [True] * ("References" in sections)
     assert all(len(line) <= 100 for line in doc.split("\n"))
 
 
