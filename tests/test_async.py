@@ -13,6 +13,7 @@ import threading
 import weakref
 
 import numpy as np
+import operators
 import pytest
 import reference
 from capsules import Producer, new_kind
@@ -1121,6 +1122,55 @@ def test_calls_allocate_nothing_beyond_the_result_and_never_wait(fake_device, ow
         stream.synchronize()
     same(out.to_host(), x[places])
     same(narrow.to_host(), x[:1])
+
+
+def test_no_operator_waits_or_takes_memory_over_and_over(fake_device):
+    """None takes more than its result, but for those in place, which may need room to work in."""
+    gpuops, fake = fake_device.gpuops, fake_device.fake
+    d, e = (gpuops.to_device(filled_array((64, 64), "f4")) for _ in range(2))
+    target, indices = d.copy(), gpuops.to_device(np.arange(64)[::-1])
+    along, weights = gpuops.to_device(np.zeros((1, 64), int)), filled_array((3, 3), "f4")
+    weights_there, many = gpuops.to_device(weights), gpuops.to_device(np.arange(9000) % 64)
+    calls = {
+        "gather": lambda: gpuops.gather(d, indices),
+        "take": lambda: gpuops.take(d, indices, 1),
+        "take_along_axis": lambda: gpuops.take_along_axis(d, along, 0),
+        "add": lambda: gpuops.add(d, e),
+        "multiply": lambda: gpuops.multiply(d[0], e),
+        "saxpy": lambda: gpuops.saxpy(2.5, d, e),
+        "sigmoid": lambda: gpuops.sigmoid(d),
+        "sigmoid_backward": lambda: gpuops.sigmoid_backward(d, e),
+        "matmul": lambda: gpuops.matmul(d, e),
+        "correlate": lambda: gpuops.correlate(d, weights),
+        "correlate, weights there": lambda: gpuops.correlate(d, weights_there, mode="nearest"),
+        "convolve": lambda: gpuops.convolve(d, weights, mode="wrap"),
+        "scatter": lambda: gpuops.scatter(target, indices, e),
+        "scatter_add": lambda: gpuops.scatter_add(target, indices, e),
+        "scatter_add, deterministic": lambda: gpuops.scatter_add(
+            target, indices, e, deterministic=True
+        ),
+        "scatter_add, many": lambda: gpuops.scatter_add(target[0], many, 1.0),
+    }
+    assert {name.partition(",")[0] for name in calls} == {
+        operator.name for operator in operators.OPERATORS
+    }
+    for name, call in calls.items():
+        for _ in range(2):
+            call()
+        before = {cuda: fake.calls(cuda) for cuda in (*WAITING, *ALLOCATING)}
+        for _ in range(10):
+            call()
+        assert {cuda: fake.calls(cuda) for cuda in before} == before, name
+        result = call()
+        if result is not None:
+            room, result = result.nbytes, None
+            gpuops.empty_cache()
+            gpuops.memory_limit(gpuops.memory_info().used + room)
+            try:
+                call()
+            finally:
+                gpuops.memory_limit(None)
+    gpuops.synchronize()
 
 
 def test_a_captured_stream_waits_for_nobody(gpuops, gpu):

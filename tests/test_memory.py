@@ -147,6 +147,16 @@ def test_memory_stays_flat(gpuops):
     assert after.reserved <= before.reserved + 32 * MEBIBYTE
 
 
+def test_the_pool_keeps_what_is_freed(gpuops):
+    """Also what is too large for the stores, and when somebody waits, where a pool lets go."""
+    gpuops.empty_cache()
+    d = gpuops.zeros(8 * MEBIBYTE, "u1")
+    reserved = gpuops.memory_info().reserved
+    del d
+    gpuops.synchronize()
+    assert gpuops.memory_info().reserved == reserved >= 8 * MEBIBYTE
+
+
 # Limits.
 
 
