@@ -140,6 +140,8 @@ def parts(table: numpy.ndarray, indices: numpy.ndarray) -> Case:
         "driver: no work": driver.no_work(),
     }
     if torch := peers.torch_on_gpu():
+        theirs = torch.from_numpy(table).cuda(), torch.from_numpy(indices[:0]).cuda()
+        calls["without work, torch arrays in and out"] = functools.partial(gpuops.gather, *theirs)
         one = torch.zeros(1, device="cuda")
         calls["torch: fill one element"] = functools.partial(one.fill_, 1)
     contestants = {name: Contestant(call, **QUEUED) for name, call in calls.items()}
