@@ -393,6 +393,33 @@ def test_order_does_not_depend_on_the_grid(on_gpu, count, size, width, seed):
     assert array.to_host().tobytes() == expected.tobytes()
 
 
+@pytest.mark.parametrize("count, size, width", WAYS)
+@pytest.mark.parametrize("seed", range(2))
+def test_order_of_16_bit_sums_does_not_depend_on_the_grid(on_gpu, count, size, width, seed):
+    """They are taken in float32, where what is added to a large number loses its last bits."""
+    gpuops = on_gpu.gpuops
+    if on_gpu.fake is not None:
+        on_gpu.fake.set_scheduler("shuffled", seed)
+    random = np.random.default_rng([count, size, width, 3])
+    indices = random.integers(0, size, count)
+    values = random.random((count, width)) * 0.1
+    turns = np.zeros(size, int)
+    for at, place in enumerate(indices):
+        if turns[place] % 3 != 1:
+            values[at] = 60_000 * (1 - turns[place] % 3)
+        turns[place] += 1
+    x, values = random.random((size, width)).astype("f2"), values.astype("f2")
+    # None of the sums may end with a large number, which would hide the bits that are lost.
+    for place in np.flatnonzero(turns % 3):
+        x[place] = -60_000
+    expected = added(x.astype("f4"), indices, values.astype("f4")).astype("f2")
+    array = gpuops.to_device(x)
+    gpuops.scatter_add(
+        array, gpuops.to_device(indices), gpuops.to_device(values), deterministic=True
+    )
+    assert array.to_host().tobytes() == expected.tobytes()
+
+
 @pytest.mark.parametrize(
     "count, size", [(4, 9), (1500, 9), (30_000, 9), (20_000, 15_000), (8000, 70_000)]
 )
