@@ -1124,9 +1124,8 @@ def test_calls_allocate_nothing_beyond_the_result_and_never_wait(fake_device, ow
     same(narrow.to_host(), x[:1])
 
 
-def test_no_operator_waits_or_takes_memory_over_and_over(fake_device):
-    """None takes more than its result, but for those in place, which may need room to work in."""
-    gpuops, fake = fake_device.gpuops, fake_device.fake
+def calls_of_every_operator(gpuops):
+    """Calls on arrays on the GPU, by names that begin with the operator's, and what some change."""
     d, e = (gpuops.to_device(filled_array((64, 64), "f4")) for _ in range(2))
     target, indices = d.copy(), gpuops.to_device(np.arange(64)[::-1])
     along, weights = gpuops.to_device(np.zeros((1, 64), int)), filled_array((3, 3), "f4")
@@ -1146,14 +1145,18 @@ def test_no_operator_waits_or_takes_memory_over_and_over(fake_device):
         "convolve": lambda: gpuops.convolve(d, weights, mode="wrap"),
         "scatter": lambda: gpuops.scatter(target, indices, e),
         "scatter_add": lambda: gpuops.scatter_add(target, indices, e),
-        "scatter_add, deterministic": lambda: gpuops.scatter_add(
-            target, indices, e, deterministic=True
-        ),
+        "scatter_add, in order": lambda: gpuops.scatter_add(target, indices, e, deterministic=True),
         "scatter_add, many": lambda: gpuops.scatter_add(target[0], many, 1.0),
     }
-    assert {name.partition(",")[0] for name in calls} == {
-        operator.name for operator in operators.OPERATORS
-    }
+    names = {name.partition(",")[0] for name in calls}
+    assert names == {operator.name for operator in operators.OPERATORS}
+    return calls, target
+
+
+def test_no_operator_waits_or_takes_memory_over_and_over(fake_device):
+    """None takes more than its result, but for those in place, which may need room to work in."""
+    gpuops, fake = fake_device.gpuops, fake_device.fake
+    calls, _ = calls_of_every_operator(gpuops)
     for name, call in calls.items():
         for _ in range(2):
             call()
@@ -1171,6 +1174,26 @@ def test_no_operator_waits_or_takes_memory_over_and_over(fake_device):
             finally:
                 gpuops.memory_limit(None)
     gpuops.synchronize()
+
+
+def test_every_operator_may_be_captured(gpuops, capture):
+    """Into fresh memory too, and also where its stream has not been used before."""
+    calls, target = calls_of_every_operator(gpuops)
+
+    def outcome(call):
+        target.fill(0)
+        result = call()
+        return (target if result is None else result).to_host().tobytes()
+
+    for name, call in calls.items():
+        expected = outcome(call)
+        target.fill(0)
+        gpuops.synchronize()
+        stream = gpuops.Stream()
+        with capture(stream), stream:
+            result = call()
+        stream.synchronize()
+        assert (target if result is None else result).to_host().tobytes() == expected, name
 
 
 def test_a_captured_stream_waits_for_nobody(gpuops, gpu):
