@@ -1029,6 +1029,41 @@ def test_torch_captures_torch_tensors(torch, gpuops):
     gpuops.synchronize()
 
 
+def test_torch_captures_every_operator(torch, gpuops):
+    """A replay takes what the operands hold by then, and leaves its result in the same memory."""
+    x, y, target = (torch.rand(64, 64, device="cuda") for _ in range(3))
+    places, weights = torch.randperm(64, device="cuda"), np.full((3, 3), 0.125, "f4")
+    calls = {
+        "take": lambda: gpuops.take(x, places, 1),
+        "take_along_axis": lambda: gpuops.take_along_axis(x, places[None], 0),
+        "add": lambda: gpuops.add(x, y),
+        "multiply": lambda: gpuops.multiply(x, 2.5),
+        "saxpy": lambda: gpuops.saxpy(2.5, x, y),
+        "sigmoid": lambda: gpuops.sigmoid(x),
+        "sigmoid_backward": lambda: gpuops.sigmoid_backward(x, y),
+        "matmul": lambda: gpuops.matmul(x, y),
+        "correlate": lambda: gpuops.correlate(x, weights),
+        "correlate, weights there": lambda: gpuops.correlate(x, y[:31, :31]),
+        "convolve": lambda: gpuops.convolve(x, np.arange(4096.0).reshape(64, 64), mode="wrap"),
+        "scatter": lambda: gpuops.scatter(target, places, y),
+        "scatter_add": lambda: gpuops.scatter_add(target, places, y),
+        "scatter_add, in order": lambda: gpuops.scatter_add(target, places, y, deterministic=True),
+    }
+    for name, call in calls.items():
+        call()
+        result, graph = captured(torch, call)
+        for _ in range(3):
+            x.copy_(torch.rand(64, 64))
+            places.copy_(torch.randperm(64))
+            target.zero_()
+            graph.replay()
+            found = (target if result is None else result).clone()
+            target.zero_()
+            expected = call()
+            assert torch.allclose(found, target if expected is None else expected), name
+    gpuops.synchronize()
+
+
 def test_host_operands_in_a_capture(torch, gpuops):
     """They are refused, and the capture goes on as if there had been no such call."""
     x, places = torch.arange(1000.0, device="cuda"), torch.arange(3, device="cuda")
