@@ -2,8 +2,9 @@
 
     python tests/planted/run.py             all bugs of plants.toml
     python tests/planted/run.py NAME...     some of them
+    python tests/planted/run.py --jobs 8    eight at a time
 
-It works on a copy of the tree, with the build on the fake CUDA runtime as the package under test,
+It works on copies of the tree, with the build on the fake CUDA runtime as the package under test,
 the CPU backend included, or the one for TSan; of that only what a bug makes stale is compiled anew.
 First every test that is to catch a bug has to pass without one. Exits with 1 if one is not caught.
 """
@@ -18,6 +19,8 @@ import sys
 import tempfile
 import time
 import tomllib
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -112,42 +115,54 @@ def culprit(ending, output):
     return f"{found[-1] if found else 'all'} {ending}"
 
 
-def try_plants(plants, folder):
+def try_plants(plants, folder, jobs):
     """Yields each plant with the test that caught it, or None, and the seconds it took."""
-    # All is built where it was built before, because paths are part of what makes it current.
-    tree, clean = folder / "tree", folder / "clean"
-    copy_tree(ROOT, tree)
-    for under in sorted({plant.under for plant in plants}):
-        build(tree, under)
-        checks = [shlex.split(plant.check) for plant in plants if plant.under == under]
-        checks = sorted({word for words in checks for word in words})
-        ending, output = run_check(tree, checks, len(checks) * DEADLINE, under)
-        if ending != "passes":
-            sys.exit(f"without a bug, {culprit(ending, output)} {ending}:\n{output[-4000:]}")
-    tree.rename(clean)
     for plant in plants:
-        started = time.monotonic()
-        shutil.copytree(clean, tree, symlinks=True)
-        Path(tree, plant.file).write_text(plant.planted(tree))
-        build(tree, plant.under)
-        ending, output = run_check(tree, shlex.split(plant.check), under=plant.under)
-        shutil.rmtree(tree)
-        caught = None if ending == "passes" else culprit(ending, output)
-        yield plant, caught, time.monotonic() - started
+        plant.planted(ROOT)  # if one has lost its place, that is known before all the work
+    clean = folder / "clean"
+    copy_tree(ROOT, clean)
+    with ThreadPoolExecutor(jobs) as pool:
+        for under in sorted({plant.under for plant in plants}):
+            build(clean, under)
+            checks = [shlex.split(plant.check) for plant in plants if plant.under == under]
+            checks = sorted({word for words in checks for word in words})
+            parts = [checks[start::jobs] for start in range(min(jobs, len(checks)))]
+            try_part = partial(run_check, clean, deadline=len(checks) * DEADLINE, under=under)
+            for ending, output in pool.map(try_part, parts):
+                if ending != "passes":
+                    found = f"{culprit(ending, output)} {ending}"
+                    sys.exit(f"without a bug, {found}:\n{output[-4000:]}")
+        yield from pool.map(lambda plant: try_plant(plant, clean, folder / plant.name), plants)
+
+
+def try_plant(plant, clean, tree):
+    # Compiled files are current in every copy. What is linked is not, because it names the folder
+    # that it was linked in, and is looked for there: it is linked anew for each.
+    started = time.monotonic()
+    shutil.copytree(clean, tree, symlinks=True)
+    Path(tree, plant.file).write_text(plant.planted(tree))
+    build(tree, plant.under)
+    ending, output = run_check(tree, shlex.split(plant.check), under=plant.under)
+    shutil.rmtree(tree)
+    caught = None if ending == "passes" else culprit(ending, output)
+    return plant, caught, time.monotonic() - started
 
 
 def main():
     plants = {plant.name: plant for plant in read_plants()}
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("names", metavar="NAME", nargs="*", help="of a bug (default: all)")
-    wanted = parser.parse_args().names or list(plants)
+    parser.add_argument("--jobs", type=int, default=1, help="bugs at a time (default: 1)")
+    arguments = parser.parse_args()
+    wanted = arguments.names or list(plants)
     unknown = [name for name in wanted if name not in plants]
     if unknown:
         parser.error(f"there is no bug {', '.join(unknown)} in {TABLE.name}")
     missed = 0
     print("| bug | what is wrong | caught by | s |\n|---|---|---|--:|", flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        for plant, caught, seconds in try_plants([plants[name] for name in wanted], Path(folder)):
+        tried = try_plants([plants[name] for name in wanted], Path(folder), arguments.jobs)
+        for plant, caught, seconds in tried:
             missed += caught is None
             print(
                 f"| {plant.name} | {plant.fault} | {caught or '**nothing**'} | {seconds:.0f} |",
