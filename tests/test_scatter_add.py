@@ -1,5 +1,7 @@
 """scatter_add: `numpy.add.at` along an axis. What it shares with scatter is in test_scatter.py."""
 
+import math
+import os
 import threading
 
 import numpy as np
@@ -10,6 +12,7 @@ from numpy.exceptions import AxisError
 INTEGERS = ["i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8"]
 FLOATS = ["f4", "f8", "c8", "c16"]
 MODES = ["raise", "wrap", "clip", "fill"]
+CALLS = {"fake": 1, "cuda": 1000}  # of one kind, which all have the same bits
 
 
 def added(x, indices, values, axis=0):
@@ -375,22 +378,33 @@ def on_gpu(gpu):
 
 
 @pytest.mark.parametrize("count, size, width", WAYS)
-@pytest.mark.parametrize("seed", range(3))
-def test_order_does_not_depend_on_the_grid(on_gpu, count, size, width, seed):
-    """On the fake runtime the blocks and threads run in an order that the seed decides."""
+@pytest.mark.parametrize("more", [0, 0.3, 1.5])
+def test_order_does_not_depend_on_the_grid(on_gpu, count, size, width, more):
+    """More indices, which are left out, make a larger grid and move the others to other blocks.
+
+    On the fake runtime the blocks and threads run in an order that the seed decides. On a GPU they
+    share it with those of another stream. GPUOPS_TEST_CALLS is the number of calls.
+    """
     gpuops = on_gpu.gpuops
-    if on_gpu.fake is not None:
-        on_gpu.fake.set_scheduler("shuffled", seed)
     random = np.random.default_rng([count, size, width, 2])
     x = rough_numbers(random, (size, width), np.float32)
     values = rough_numbers(random, (count, width), np.float32)
     indices = random.integers(0, size, count)
-    expected = added(x, indices, values)
-    array = gpuops.to_device(x)
-    gpuops.scatter_add(
-        array, gpuops.to_device(indices), gpuops.to_device(values), deterministic=True
-    )
-    assert array.to_host().tobytes() == expected.tobytes()
+    expected = added(x, indices, values).tobytes()
+    left_out = math.ceil(more * count)
+    indices = gpuops.to_device(np.concatenate([np.full(left_out, size), indices]))
+    values = gpuops.to_device(np.concatenate([np.ones((left_out, width), np.float32), values]))
+    mode = "fill" if more else "raise"
+    other = gpuops.Stream()
+    beside = gpuops.to_device(x)
+    for call in range(int(os.environ.get("GPUOPS_TEST_CALLS", CALLS[on_gpu.name]))):
+        if on_gpu.fake is not None:
+            on_gpu.fake.set_scheduler("shuffled", call + 1)
+        else:
+            gpuops.scatter_add(beside, indices, values, mode=mode, stream=other)
+        array = gpuops.to_device(x)
+        gpuops.scatter_add(array, indices, values, mode=mode, deterministic=True)
+        assert array.to_host().tobytes() == expected
 
 
 @pytest.mark.parametrize("count, size, width", WAYS)
