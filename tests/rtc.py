@@ -1,6 +1,7 @@
 """What the tests of kernels share that are compiled at run time: NVRTC, modules, and host twins."""
 
 import contextlib
+import ctypes
 import functools
 import importlib
 
@@ -52,6 +53,23 @@ def twins(gpu, **functions):
             if gpu.fake is not None:
                 stack.enter_context(gpu.fake.twin(name, function))
         yield
+
+
+@contextlib.contextmanager
+def page_locked(gpu, array):
+    """A copy of an array in page-locked memory: the fake runtime's, and torch's on a real GPU."""
+    if gpu.fake is None:
+        import pytest
+
+        torch = pytest.importorskip("torch")
+        yield torch.from_numpy(array).pin_memory().numpy()
+        return
+    copy = gpu.fake.page_locked(array)
+    try:
+        yield copy
+    finally:
+        gpu.fake.run()
+        assert gpu.fake.library.cudaFreeHost(ctypes.c_void_p(copy.ctypes.data)) == 0
 
 
 SAXPY = """

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from faults.fake import device_array
 from helpers import photograph
-from rtc import open_nvrtc
+from rtc import open_nvrtc, page_locked
 
 random = np.random.default_rng(1)
 
@@ -231,31 +231,33 @@ def test_convolve_a_photograph_in_blocks_of_16_by_16(gpu):
     np.testing.assert_allclose(beside, expected, rtol=0, atol=1e-3)
 
 
+SAXPY = """
+extern "C" __global__ void saxpy(float a, const float* x, const float* y, float* out, size_t n)
+{
+    const size_t i = blockIdx.x * size_t(blockDim.x) + threadIdx.x;
+    if (i < n) out[i] = a * x[i] + y[i];
+}
+"""
+
+
+def saxpy_twin(launch):
+    a, x, y, out, n = launch.read("f4", "p", "p", "p", "u8")
+    assert n == launch.grid[0] * launch.block[0]
+    device_array(out, n, "f4")[:] = a * device_array(x, n, "f4") + device_array(y, n, "f4")
+
+
+def blocks_and_threads(gpu):
+    return (32_768 if gpu.fake is None else 32), 512
+
+
 def test_saxpy_with_copies_on_a_stream(gpu):
     gpuops = gpu.gpuops
-    threads = 512
-    blocks = 32_768 if gpu.fake is None else 32
+    blocks, threads = blocks_and_threads(gpu)
     n = blocks * threads
-    module = gpuops.compile(
-        """
-        extern "C" __global__ void saxpy(float a, const float* x, const float* y, float* out,
-                                         size_t n)
-        {
-            const size_t i = blockIdx.x * size_t(blockDim.x) + threadIdx.x;
-            if (i < n) out[i] = a * x[i] + y[i];
-        }
-        """
-    )
-
-    def saxpy(launch):
-        a, x, y, out, count = launch.read("f4", "p", "p", "p", "u8")
-        assert count == n == launch.grid[0] * launch.block[0]
-        x, y = device_array(x, n, "f4"), device_array(y, n, "f4")
-        device_array(out, n, "f4")[:] = a * x + y
-
+    module = gpuops.compile(SAXPY)
     x, y = random.random((2, n), np.float32)
     out = np.empty(n, np.float32)
-    with twin(gpu, module, saxpy), gpuops.Stream() as stream:
+    with twin(gpu, module, saxpy_twin), gpuops.Stream() as stream:
         device_x, device_y = gpuops.to_device(x), gpuops.to_device(y)
         device_out = gpuops.empty(n, np.float32)
         module["saxpy"][blocks, threads, stream](2.5, device_x, device_y, device_out, n)
@@ -266,6 +268,57 @@ def test_saxpy_with_copies_on_a_stream(gpu):
     np.testing.assert_allclose(out, expected, rtol=2e-7)
     beside = gpuops.saxpy(np.float32(2.5), device_x, device_y)
     np.testing.assert_allclose(beside.to_host(), expected, rtol=2e-7)
+
+
+def queue_copy(gpu, stream, target, source):
+    """A copy on a stream of gpuops, by the runtime itself or by torch; nothing waits for it."""
+    if gpu.fake is not None:
+        up = isinstance(source, np.ndarray)
+        host, device = (source, target) if up else (target, source)
+        places = [ctypes.c_void_p(host.ctypes.data), ctypes.c_void_p(device.ptr)]
+        size, handle = ctypes.c_size_t(host.nbytes), ctypes.c_void_p(stream.ptr)
+        to, start = places[::-1] if up else places
+        code = gpu.fake.library.cudaMemcpyAsync(to, start, size, 1 if up else 2, handle)
+        assert code == 0
+        return
+    torch = pytest.importorskip("torch")
+    with torch.cuda.stream(torch.cuda.ExternalStream(stream.ptr)):
+        theirs = [
+            torch.from_numpy(x) if isinstance(x, np.ndarray) else torch.from_dlpack(x)
+            for x in (target, source)
+        ]
+        theirs[0].copy_(theirs[1], non_blocking=True)
+
+
+def test_saxpy_between_asynchronous_copies_of_page_locked_memory(gpu):
+    """Four steps are queued on a stream, and none of them is waited for before the end."""
+    gpuops = gpu.gpuops
+    blocks, threads = blocks_and_threads(gpu)
+    n = blocks * threads
+    module = gpuops.compile(SAXPY)
+    with contextlib.ExitStack() as stack:
+        x, y = (stack.enter_context(page_locked(gpu, v)) for v in random.random((2, n), np.float32))
+        out = stack.enter_context(page_locked(gpu, np.zeros(n, np.float32)))
+        stack.enter_context(twin(gpu, module, saxpy_twin))
+        stream = stack.enter_context(gpuops.Stream())
+        device_x, device_y, device_out = (gpuops.empty(n, np.float32) for _ in range(3))
+        launch = module["saxpy"][blocks, threads, stream]
+        stream.synchronize()
+        if gpu.fake is None:
+            torch = pytest.importorskip("torch")
+            with torch.cuda.stream(torch.cuda.ExternalStream(stream.ptr)):
+                torch.cuda._sleep(100_000_000)  # cycles, some fifty milliseconds
+        else:
+            gpu.fake.set_scheduler("lazy")
+        queue_copy(gpu, stream, device_x, x)
+        queue_copy(gpu, stream, device_y, y)
+        launch(2.5, device_x, device_y, device_out, n)
+        queue_copy(gpu, stream, out, device_out)
+        # To ask is to give the fake runtime time to work.
+        assert gpu.fake.pending() == 4 if gpu.fake is not None else not stream.query()
+        assert not out.any()
+        stream.synchronize()
+        np.testing.assert_allclose(out, np.float32(2.5) * x + y, rtol=2e-7)
 
 
 def test_hello_from_every_thread(gpu, capfd):

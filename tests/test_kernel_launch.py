@@ -18,6 +18,7 @@ from rtc import (
     cubin,
     load,
     own_architecture,
+    page_locked,
     random_pair,
     saxpy_module,
     saxpy_twin,
@@ -270,24 +271,33 @@ def test_arrays_without_elements(gpu, saxpy):
     saxpy[1, 1](1, gpu.gpuops.to_device(empty), gpu.gpuops.empty(0, "f4"), 0)
 
 
-def test_page_locked_arrays_are_used_in_place(gpu, change):
-    if gpu.fake is None:
-        torch = pytest.importorskip("torch")
-        pinned = torch.zeros(2, pin_memory=True).numpy()
-        free = None
-    else:
-        import ctypes
+@pytest.mark.parametrize("word", [None, "In", "Out", "InOut"])
+def test_page_locked_arrays_are_used_in_place(gpu, word):
+    """The kernel has their own address, and the launch waits until it is done with them."""
+    source = """
+extern "C" __global__ void find(float *x, unsigned long long *address)
+{
+    *address = reinterpret_cast<unsigned long long>(x);
+    x[1] = x[0] + 4;
+}
+"""
 
-        place = ctypes.c_void_p()
-        assert gpu.fake.library.cudaHostAlloc(ctypes.byref(place), ctypes.c_size_t(8), 0) == 0
-        pinned = np.frombuffer((ctypes.c_char * 8).from_address(place.value), np.float32)
-        free = place
-    pinned[:] = [1, 2]
-    c = gpu.gpuops.to_device(np.array([4], np.float32))
-    assert copies(gpu, lambda: change[1, 1](pinned, c)) in (None, 0)
-    assert pinned.tolist() == [5, 2]
-    if free is not None:
-        assert gpu.fake.library.cudaFreeHost(free) == 0
+    def twin(launch):
+        x, address = launch.read("p", "p")
+        device_array(address, 1, "u8")[0] = x
+        values = device_array(x, 2, "f4")
+        values[1] = values[0] + 4
+
+    types = (("x", "float32*"), ("address", "uint64*"))
+    if gpu.fake is not None:
+        gpu.fake.set_scheduler("lazy")
+    address = gpu.gpuops.zeros(1, "u8")
+    with twins(gpu, find=twin), page_locked(gpu, np.array([1, 2], np.float32)) as x:
+        find = load(gpu, source, {"find": types})["find"]
+        argument = x if word is None else getattr(gpu.gpuops, word)(x)
+        assert copies(gpu, lambda: find[1, 1](argument, address)) in (None, 0)
+        assert x.tolist() == [1, 5]
+        assert address.to_host()[0] == x.ctypes.data
 
 
 # Scalars.

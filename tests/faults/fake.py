@@ -134,6 +134,16 @@ class Fake:
         """How often a CUDA function was called since the last reset; without a name, any."""
         return self.library.fake_calls(name.encode() if name else None)
 
+    def page_locked(self, array):
+        """A copy of an array in page-locked memory, which cudaFreeHost(its address) frees."""
+        place = ctypes.c_void_p()
+        error = self.library.cudaHostAlloc(ctypes.byref(place), ctypes.c_size_t(array.nbytes), 0)
+        assert error == 0, f"CUDA error {error}"
+        memory = (ctypes.c_char * array.nbytes).from_address(place.value)
+        copy = numpy.ndarray(array.shape, array.dtype, memory)
+        copy[...] = array
+        return copy
+
     def run(self):
         """Does all the work that is queued."""
         self.library.fake_run()
