@@ -349,6 +349,12 @@ def to_device_of_a_buffer(gpu):
 
 
 @path("arrays")
+def to_device_of_page_locked_memory(gpu):
+    x = gpu.fake.page_locked(np.arange(5.0))
+    return Case(lambda: gpu.gpuops.to_device(x).to_host(), [x])
+
+
+@path("arrays")
 def to_the_other_device(gpu):
     x = gpu.gpuops.to_device(np.arange(5.0))
     return Case(lambda: gpu.gpuops.to_device(x, device=1).to_host(), [x])
@@ -716,7 +722,6 @@ cpu_path("a list", "gather", [[1.0, 2.0], [3.0, 4.0]], [1, 0])
 # Kernels that are compiled at run time.
 
 GLOBAL = SAXPY + "\n__device__ double table[4] = {1, 2, 3, 4};\n"
-PARAMETERS = {"saxpy": SAXPY_TYPES}
 
 
 @functools.cache
@@ -751,6 +756,15 @@ def idle_twins(gpu):
 
 
 @kernel_path
+def compile_and_load(gpu):
+    def run():
+        module = gpu.gpuops.compile(SAXPY)
+        return module.kernels, module.device, module["saxpy"].name
+
+    return Case(run)
+
+
+@kernel_path
 def a_module(gpu):
     def run():
         module = load_module(gpu)
@@ -782,6 +796,19 @@ def a_launch_on_host_arrays(gpu):
         return y.copy()
 
     return Case(run, [x, y], [y], "saxpy")
+
+
+@kernel_path
+def a_launch_on_page_locked_arrays(gpu):
+    kernel = load_module(gpu)["saxpy"]
+    x = gpu.fake.page_locked(np.ones(10, np.float32))
+    y = gpu.fake.page_locked(np.arange(10, dtype=np.float32))
+
+    def run():
+        kernel[1, 32](2.0, x, y, 10)
+        return y.copy()
+
+    return Case(run, [x, y])
 
 
 @kernel_path
