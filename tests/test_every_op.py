@@ -258,3 +258,110 @@ def test_the_cpu_leaves_the_gpu_alone(fake_device, operator):
     result = outcome(operator, function, *arguments, device="cpu")
     assert isinstance(result, np.ndarray)
     assert fake_device.fake.calls() == calls
+
+
+# Every dtype of NumPy's, by its letter; those of times with a unit, and structures.
+LETTERS = sorted(set(np.typecodes["All"]) - set("Mm"))
+DTYPES = [np.dtype(d) for d in (*LETTERS, "M8[s]", "m8[ns]", "V3", [("a", "i2"), ("b", "f8")])]
+
+
+def operand_of(dtype, like):
+    """An array of the same shape, and of the same values where there is such a thing."""
+    whole = like.astype("i8")
+    if dtype.fields:
+        array = np.zeros(like.shape, dtype)
+        for name in dtype.names:
+            array[name] = whole
+        return array
+    if dtype.kind == "V":
+        size = dtype.itemsize or 8
+        return np.frombuffer(whole.tobytes(), "V8").astype(f"V{size}").reshape(like.shape)
+    return whole.astype(dtype)
+
+
+def misaligned(array):
+    memory = np.empty(array.nbytes + 1, np.uint8)
+    memory[1:] = np.frombuffer(array.tobytes(), np.uint8)
+    return np.ndarray(array.shape, array.dtype, memory, 1)
+
+
+def told(operator, function, arguments):
+    """What comes of a call: the bytes of the result, or the exception."""
+    arguments = [a.copy() if a.flags.aligned else misaligned(a) for a in map(np.asarray, arguments)]
+    try:
+        result = np.asarray(outcome(operator, function, *arguments))
+    except (TypeError, ValueError, IndexError) as error:
+        return type(error), str(error)
+    return result.dtype, result.shape, result.tobytes()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype_is_taken_or_refused(operator, function, dtype):
+    """At any alignment the same; objects never, and other byte orders only within structures."""
+    required = required_arguments(operator)
+    for position, like in enumerate(required):
+        with np.errstate(all="ignore"):
+            array = operand_of(dtype, np.asarray(like))
+
+            def call(operand, position=position):
+                arguments = [*required[:position], operand, *required[position + 1 :]]
+                return told(operator, function, arguments)
+
+            right = call(array)
+            if dtype.hasobject:
+                assert right[0] is TypeError or issubclass(right[0], IndexError), right
+                continue
+            assert call(misaligned(array)) == right
+            foreign = array.astype(array.dtype.newbyteorder())
+            if foreign.dtype.isnative:
+                continue
+            found = call(foreign)
+            if isinstance(found[0], np.dtype):  # a structure's bytes are moved, whatever they mean
+                assert dtype.fields and found[0] == foreign.dtype
+                moved = np.frombuffer(found[2], found[0]).astype(dtype)
+                assert (found[1], moved.tobytes()) == right[1:]
+            elif dtype.fields:
+                assert found[0] is right[0]
+            else:
+                assert found[0] is TypeError and "byte" in found[1], found
+
+
+def test_every_amount_of_memory(fake_device, operator):
+    """With too little a call says so and leaves `out` as it was; what fits still works after it."""
+    gpuops, fake = fake_device.gpuops, fake_device.fake
+    function, required = getattr(gpuops, operator.name), required_arguments(operator)
+    name = next((n for n in ("out", "output") if n in parameters_of(operator).parameters), None)
+    with gpuops.device("cuda:0"):
+        expected = np.array(outcome(operator, function, *required_arguments(operator)))
+        gpuops.empty_cache()
+        fake.reset()
+        outcomes, before = [], fake.live().bytes
+        for limit in range(0, 1 << 20, 16):
+            fake.leave_free(limit)
+            arguments, keywords = [np.array(a) for a in required], {}
+            target = arguments[0]
+            if name:
+                target = keywords[name] = np.full_like(expected, 7)
+            pristine = target.copy()
+            try:
+                function(*arguments, **keywords)
+            except MemoryError as error:
+                outcomes.append("error")
+                assert str(error).startswith(operator.name) and "cuda:0" in str(error)
+                assert target.tobytes() == pristine.tobytes()
+            else:
+                outcomes.append("value")
+                assert target.tobytes() == expected.tobytes()
+                with pytest.raises(MemoryError):
+                    gpuops.zeros(limit + 4096, "u1")
+                arguments = required_arguments(operator)
+                result = outcome(operator, function, *arguments)
+                assert np.array(result).tobytes() == expected.tobytes()
+            gpuops.empty_cache()
+            assert fake.live().bytes == before
+            if outcomes[-4:] == ["value"] * 4:
+                break
+        fake.reset()
+    assert outcomes[0] == "error" and outcomes[-1] == "value"
+    assert outcomes == sorted(outcomes), "more memory never makes it worse"
+    assert fake.take_misuse() == ""
