@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import reference
 from helpers import INDEX_DTYPES, filled_array, run_child, same
+from rtc import random_pair, saxpy_module
 
 # JAX takes most of the GPU's memory at once unless it is told not to, before it is imported.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -582,6 +583,18 @@ def test_our_view_of_theirs(library, gpuops):
         assert d.to_host()[:2, 0].tolist() == [9, 7]
     with pytest.raises(TypeError, match="dtype"):
         gpuops.asarray(theirs, dtype="f8")
+
+
+def test_kernels_take_theirs(library, cuda_device, gpuops):
+    x, y = random_pair(1000)
+    expected = np.float32(2) * x + y
+    kernel, theirs = saxpy_module(cuda_device)["saxpy"], library.put(x)
+    result = library.put(y) if library.has_out else gpuops.to_device(y)
+    kernel[4, 256](2, theirs, result, 1000)
+    gpuops.synchronize()
+    result = library.get(result) if library.has_out else result.to_host()
+    np.testing.assert_allclose(result, expected, rtol=1e-6)
+    same(np.array(library.get(theirs)), x)
 
 
 def test_strided_views_of_theirs(cupy, torch, gpuops):
