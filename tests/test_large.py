@@ -127,6 +127,31 @@ def test_many_indices(on_cpu):
     assert not out[:: count // 7, 5].any()
 
 
+def beside(at):
+    """Where a truncated index, or one that is off by some, would lead instead."""
+    places = np.concatenate([at - 3, at + 3, at & 0x7FFFFFFF, at & 0xFFFFFFFF])
+    return np.setdiff1d(places[(places >= 0) & (places < TABLE)], at)
+
+
+@pytest.mark.parametrize("dtype", ["u1", "i4"])
+def test_writes_to_a_long_table(on_cpu, dtype):
+    x = reserved(TABLE, dtype)
+    at = around_the_borders(TABLE)
+    values = np.arange(1, len(at) + 1).astype(dtype)
+    on_cpu.scatter(x, at, values)
+    same(x[at], values)
+    on_cpu.scatter_add(x, at - TABLE, values)
+    same(x[at], 2 * values)
+    on_cpu.scatter_add(x, at, values, deterministic=True)
+    same(x[at], 3 * values)
+    assert not x[beside(at)].any()
+    for function in (on_cpu.scatter, on_cpu.scatter_add):
+        for index in (TABLE, -TABLE - 1, 1 << 33):
+            with pytest.raises(IndexError, match=f"^index {index} is out of bounds"):
+                function(x, [0, index], 1)
+    same(x[at], 3 * values)
+
+
 # On a GPU, with memory for real.
 
 
@@ -249,3 +274,93 @@ def test_large_result_that_stays_on_the_gpu(on_gpu):
         assert (picked == order).all()
     backward = result[::-1].copy()
     assert (on_gpu.gather(backward, [0], axis=1).to_host()[::-1, 0] == order).all()
+
+
+@pytest.mark.parametrize("dtype", ["u1", "i4"])
+def test_writes_to_a_large_table_that_is_on_the_gpu(on_gpu, dtype):
+    needs_gpu_memory(on_gpu, (TABLE * np.dtype(dtype).itemsize) + (4 << 30))
+    d = on_gpu.zeros(TABLE, dtype)
+    at = around_the_borders(TABLE)
+    values = np.arange(1, len(at) + 1).astype(dtype)
+    on_gpu.scatter(d, at, values)
+    same(on_gpu.gather(d, at).to_host(), values)
+    on_gpu.scatter_add(d, at - TABLE, values)
+    same(on_gpu.gather(d, at).to_host(), 2 * values)
+    assert not on_gpu.gather(d, beside(at)).to_host().any()
+    for function in (on_gpu.scatter, on_gpu.scatter_add):
+        function(d, [TABLE], 1)
+        with pytest.raises(IndexError, match=f"^index {TABLE} is out of bounds"):
+            on_gpu.synchronize()
+    same(on_gpu.gather(d, at).to_host(), 2 * values)
+
+
+MANY = (1 << 31) + 7
+PLACES = [1, (1 << 31) - 1, 1 << 31, MANY - 1]
+
+
+def many(gpuops, dtype):
+    """Zeros, but for 3, 4, 5 and 6 at the places where narrow numbers end."""
+    d = gpuops.zeros(MANY, dtype)
+    for number, place in enumerate(PLACES):
+        d[place : place + 1].fill(number + 3)
+    return d
+
+
+def has_at_the_places(d, expected, elsewhere=0):
+    host = d.to_host()
+    np.testing.assert_allclose(host[PLACES], expected, rtol=2e-3)
+    return np.count_nonzero(host != host.dtype.type(elsewhere)) == len(PLACES)
+
+
+def test_many_writes_on_the_gpu(on_gpu):
+    needs_gpu_memory(on_gpu, 24 << 30)
+    indices, x = many(on_gpu, "i1"), on_gpu.zeros(10, "i8")
+    on_gpu.scatter_add(x, indices, 1)
+    assert x.to_host().tolist() == [MANY - 4, 0, 0, 1, 1, 1, 1, 0, 0, 0]
+    on_gpu.scatter(x, indices, 9)
+    assert x.to_host().tolist() == [9, 0, 0, 9, 9, 9, 9, 0, 0, 0]
+
+
+def test_many_elements_on_the_gpu(on_gpu):
+    needs_gpu_memory(on_gpu, 24 << 30)
+    x = many(on_gpu, "u1")
+    assert has_at_the_places(on_gpu.add(x, x), [6, 8, 10, 12])
+    assert has_at_the_places(on_gpu.multiply(x, x), [9, 16, 25, 36])
+    backward = x[::-1].copy()
+    assert has_at_the_places(on_gpu.add(backward[::-1], 0), [3, 4, 5, 6])
+    del backward
+    x = many(on_gpu, "f2")
+    assert has_at_the_places(on_gpu.saxpy(2, x, x), [9, 12, 15, 18])
+    expected = 1 / (1 + np.exp(-np.arange(3.0, 7)))
+    assert has_at_the_places(on_gpu.sigmoid(x), expected, elsewhere=0.5)
+    half = on_gpu.empty(MANY, "f2")
+    half.fill(0.5)
+    assert has_at_the_places(on_gpu.sigmoid_backward(x, half), np.arange(3, 7) / 4)
+
+
+def test_a_large_product_on_the_gpu(on_gpu):
+    """Of more than 2**31 elements."""
+    needs_gpu_memory(on_gpu, 16 << 30)
+    a, b = np.zeros(((1 << 16) + 1, 8), np.float16), np.zeros((8, 1 << 15), np.float16)
+    a[:, 3] = np.arange(len(a)) % 7
+    b[3] = np.arange(1 << 15) % 5
+    product = on_gpu.matmul(on_gpu.to_device(a), on_gpu.to_device(b))
+    assert product.shape == ((1 << 16) + 1, 1 << 15)
+    columns = np.array([0, 1, 2, (1 << 15) - 1])
+    picked = on_gpu.gather(product, columns, axis=1).to_host()
+    assert (picked == a[:, 3:4] * b[3, columns]).all()
+
+
+def test_a_large_image_on_the_gpu(on_gpu):
+    """Of more than 2**31 pixels."""
+    needs_gpu_memory(on_gpu, 16 << 30)
+    image = on_gpu.zeros(((1 << 16) + 1, 1 << 15), "u1")
+    pixels = image.reshape(-1)
+    places = [1, (1 << 31) - 1, 1 << 31, image.size - 1]  # the third begins a row
+    for number, place in enumerate(places):
+        pixels[place : place + 1].fill(number + 3)
+    weights = np.array([[0, 0, 0], [0, 2, 1], [0, 0, 0]])
+    host = on_gpu.correlate(image, weights, mode="constant").reshape(-1).to_host()
+    assert host[places].tolist() == [6, 8, 10, 12]
+    assert host[[0, (1 << 31) - 2, image.size - 2]].tolist() == [3, 4, 6]
+    assert np.count_nonzero(host) == 7
