@@ -496,6 +496,7 @@ PyMethodDef create_methods[] = {
     {"empty_cache", (PyCFunction)(void (*)(void))empty_cache, METH_VARARGS | METH_KEYWORDS,
      "empty_cache($module, device=None)\n--\n\n"
      "Give back the memory of a GPU that no array uses; waits for the GPU.\n\n"
+     "The page-locked buffers that large copies go through are given back as well.\n\n"
      "Parameters\n----------\n" DEVICE_DOC "\n"
      "Raises\n------\nDeviceError\n    If there is no such GPU.\n"
      "ValueError\n    If `device` names no GPU.\n"},

@@ -147,6 +147,10 @@ Status refuse_capture(const char *what);
 Status event_take(int device, cudaEvent_t *event);
 void event_give(int device, cudaEvent_t event);
 
+/* transfer.cu: gives back the page-locked buffers of the device that is current, as far as no copy
+ * is on its way through them. */
+void transfer_flush(int device);
+
 /* memory.cu: gives back what one stream, or all of a device, keep for arrays to come. */
 void memory_flush(Stream *stream);
 void memory_flush_device(int device);

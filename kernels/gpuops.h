@@ -416,11 +416,16 @@ typedef struct Launch {
  * because it is page-locked, it waits until that is done. */
 Status kernel_launch(const Launch *launch);
 
-/* The worker pool of the CPU backend: function is called with ranges that together cover
- * 0..count, none shorter than grain but for the last, from several threads at once. */
+/* The worker pool of the CPU backend and of transfers: function is called with ranges that together
+ * cover 0..count, none shorter than grain but for the last, from several threads at once. */
 Status cpu_threads(int *count);
 typedef void (*RangeFunction)(void *context, int64_t begin, int64_t end);
 void parallel_for(int64_t count, int64_t grain, RangeFunction function, void *context);
+/* The same for a caller with work of its own: the workers, as far as there are any, go through the
+ * ranges until the caller ends the loop, and then none of them is in it any more. False: the pool
+ * is taken, and there is nothing to end. */
+bool parallel_begin(int64_t count, int64_t grain, RangeFunction function, void *context);
+void parallel_end(void);
 
 #ifdef __cplusplus
 }

@@ -695,6 +695,7 @@ Status memory_empty_cache(int device)
         if (status == STATUS_OK)
             status = cuda_status(cudaMemPoolTrimTo(pool_of(device), 0), "cudaMemPoolTrimTo");
     }
+    transfer_flush(device);
     device_leave(device, previous);
     return status;
 }

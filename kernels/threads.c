@@ -1,4 +1,4 @@
-/* The worker pool of the CPU backend.
+/* The worker pool of the CPU backend and of large copies to and from the GPU.
  *
  * One loop runs on the pool at a time; a caller that finds it taken works alone, so that any number
  * of Python threads may call at once without waiting for each other. The workers sleep between
@@ -128,14 +128,12 @@ static void start_workers(int wanted)
     pthread_sigmask(SIG_SETMASK, &before, NULL);
 }
 
-void parallel_for(int64_t count, int64_t grain, RangeFunction function, void *context)
+bool parallel_begin(int64_t count, int64_t grain, RangeFunction function, void *context)
 {
     int threads;
-    if (count <= grain || cpu_threads(&threads) != STATUS_OK || threads == 1 ||
-        pthread_mutex_trylock(&pool.taken) != 0) {
-        if (count > 0) function(context, 0, count);
-        return;
-    }
+    if (cpu_threads(&threads) != STATUS_OK || threads == 1 ||
+        pthread_mutex_trylock(&pool.taken) != 0)
+        return false;
 
     /* Eight chunks a thread even out what the scheduler and the page faults make uneven. */
     int64_t chunk = count / (8 * (int64_t)threads);
@@ -152,13 +150,25 @@ void parallel_for(int64_t count, int64_t grain, RangeFunction function, void *co
     pool.open = true;
     pthread_cond_broadcast(&pool.wake);
     pthread_mutex_unlock(&pool.lock);
+    return true;
+}
 
-    take_chunks(function, context, count, chunk);
-
-    /* A worker that wakes only now finds the loop closed and goes back to sleep. */
+/* A worker that wakes only now finds the loop closed and goes back to sleep. */
+void parallel_end(void)
+{
     pthread_mutex_lock(&pool.lock);
     pool.open = false;
     while (pool.active > 0) pthread_cond_wait(&pool.idle, &pool.lock);
     pthread_mutex_unlock(&pool.lock);
     pthread_mutex_unlock(&pool.taken);
+}
+
+void parallel_for(int64_t count, int64_t grain, RangeFunction function, void *context)
+{
+    if (count <= grain || !parallel_begin(count, grain, function, context)) {
+        if (count > 0) function(context, 0, count);
+        return;
+    }
+    take_chunks(function, context, count, pool.chunk);
+    parallel_end();
 }

@@ -1,11 +1,21 @@
 /* Copies between host memory of any strides and packed memory, on the host or on a device.
  *
  * Only contiguous bytes cross the bus. A strided box is packed (or unpacked) on the host, in pieces
- * that stay in the cache between the two copies. */
+ * that stay in the cache between the two copies. Large copies go through rings of page-locked
+ * buffers, at the speed of the bus; small ones, and those of memory that is page-locked already,
+ * go to the driver as they are. */
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE /* for madvise */
+#endif
 #include "transfer.cuh"
 
+#include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
 
 int64_t box_items(const Box &box)
 {
@@ -133,23 +143,6 @@ void box_pack(const Box &box, char *packed)
 
 #ifdef __CUDACC__
 
-constexpr int64_t STAGING_BYTES = 4 << 20;
-constexpr int64_t DIRECT_BYTES = 64 << 10; /* what goes to the driver without staging */
-
-Status copy_to_device(void *device, const void *host, int64_t bytes, void *stream)
-{
-    CUDA_TRY(cudaMemcpyAsync(device, host, (size_t)bytes, cudaMemcpyHostToDevice,
-                             static_cast<cudaStream_t>(stream)));
-    return STATUS_OK;
-}
-
-Status copy_to_host(void *host, const void *device, int64_t bytes, void *stream)
-{
-    CUDA_TRY(cudaMemcpyAsync(host, device, (size_t)bytes, cudaMemcpyDeviceToHost,
-                             static_cast<cudaStream_t>(stream)));
-    return STATUS_OK;
-}
-
 Status copy_within_device(void *target, const void *source, int64_t bytes, void *stream)
 {
     CUDA_TRY(cudaMemcpyAsync(target, source, (size_t)bytes, cudaMemcpyDeviceToDevice,
@@ -182,15 +175,492 @@ Status clear_on_device(void *device, int byte, int64_t bytes, void *stream)
 template <bool UP>
 static Status copy_stretch(char *host, char *device, int64_t bytes, void *stream)
 {
-    return UP ? copy_to_device(device, host, bytes, stream)
-              : copy_to_host(host, device, bytes, stream);
+    CUDA_TRY(cudaMemcpyAsync(UP ? device : host, UP ? host : device, (size_t)bytes,
+                             UP ? cudaMemcpyHostToDevice : cudaMemcpyDeviceToHost,
+                             static_cast<cudaStream_t>(stream)));
+    return STATUS_OK;
 }
+
+/* Rings.
+ *
+ * The driver copies pageable memory with one thread, at a fraction of what the bus carries. A large
+ * copy goes through a ring of page-locked buffers instead: while the copy engine of the GPU is at
+ * work on some of them, worker threads fill, or empty, the others.
+ *
+ *     up      memory -> workers -> buffer -> copy engine -> device
+ *     down    device -> copy engine -> buffer -> workers -> memory
+ *
+ * The bytes are cut into chunks, which take the buffers in turn, and chunks into slices, which the
+ * workers take. The calling thread makes all calls of CUDA: it opens a chunk to the workers when
+ * the event behind the buffer's last use has passed, and hands it to the copy engine when all its
+ * slices are copied (down: the other way round). Between that it works on slices too, so that a
+ * copy comes to its end also where the pool is taken, and there are no workers.
+ *
+ * A ring is lent to one copy at a time. The last chunks of a copy up may still be on their way when
+ * the ring is given back; whoever has it next waits for its events, buffer by buffer. */
+
+constexpr int RING_BUFFERS = 4;   /* some with the workers, the others with the copy engine: */
+constexpr int OPENED_BUFFERS = 2; /* so that nobody is idle while the last slices are copied */
+constexpr int64_t BUFFER_BYTES = 4 << 20; /* long enough for the bus to take no note of the gaps */
+constexpr int64_t RING_BYTES = RING_BUFFERS * BUFFER_BYTES;
+/* What a worker takes at a time: long against the taking, short against the wait for the last. */
+constexpr int64_t SLICE_BYTES = 256 << 10;
+constexpr int MOST_WORKERS = 8; /* with the caller more than enough for the bus */
+/* Below this, the driver's own way is faster than waking the workers. */
+constexpr int64_t LEAST_RING_BYTES = 512 << 10;
+constexpr int LEAST_CHUNKS = 4; /* of a copy, so that short ones overlap as well */
+/* Stores that go around the cache save it the reading of what they overwrite. */
+constexpr int64_t LEAST_STREAMED_BYTES = 4 << 10;
+
+/* Memory that nobody has touched yet costs a page fault for each page, and the kernel clears it.
+ * The workers have it made ready in large pieces, ahead of what is written to it; each huge page by
+ * one of them, for several at once would all clear the same. NumPy asks for huge pages itself. */
+constexpr int64_t LEAST_POPULATED_BYTES = 4 << 20;
+constexpr int64_t HUGE_PAGE_BYTES = 2 << 20;
+constexpr int64_t POPULATED_AHEAD_BYTES = 32 << 20;
+
+constexpr int64_t DEFAULT_PINNED_LIMIT = 256 << 20;
+
+struct Ring {
+    char *buffers;
+    cudaEvent_t events[RING_BUFFERS]; /* behind the last copy from or to each buffer */
+    int64_t chunks;                   /* that have gone through it; also the next one's number */
+    cudaStream_t stream;              /* of the last copy */
+    bool unmarked;                    /* there may be work that no event tells the end of */
+    Ring *next;
+};
+
+static struct {
+    pthread_mutex_t lock;
+    Ring *idle[MAX_DEVICES];
+    int64_t bytes; /* of all rings, idle or lent */
+} rings = {PTHREAD_MUTEX_INITIALIZER, {}, 0};
+
+static Status pinned_limit(int64_t *bytes)
+{
+    static int64_t known = -1; /* every thread would find the same, so a race is harmless */
+    *bytes = __atomic_load_n(&known, __ATOMIC_RELAXED);
+    if (*bytes >= 0) return STATUS_OK;
+    const char *wanted = getenv("GPUOPS_PINNED_LIMIT");
+    *bytes = DEFAULT_PINNED_LIMIT;
+    if (wanted != NULL && *wanted != '\0') {
+        char *end;
+        *bytes = strtoll(wanted, &end, 10);
+        if (*end != '\0' || *bytes < 0)
+            return fail(STATUS_VALUE_ERROR,
+                        "GPUOPS_PINNED_LIMIT is '%.40s': expected a number of bytes, or 0 for no "
+                        "page-locked buffers",
+                        wanted);
+    }
+    __atomic_store_n(&known, *bytes, __ATOMIC_RELAXED);
+    return STATUS_OK;
+}
+
+static void ring_destroy(int device, Ring *ring)
+{
+    for (int i = 0; i < RING_BUFFERS; i++)
+        if (ring->events[i] != NULL) event_give(device, ring->events[i]);
+    if (ring->buffers != NULL) cuda_ignore(cudaFreeHost(ring->buffers));
+    free(ring);
+}
+
+/* NULL where there is no memory to be page-locked, or where CUDA fails. */
+static Ring *ring_create(int device)
+{
+    Ring *ring = static_cast<Ring *>(calloc(1, sizeof *ring));
+    if (ring == NULL) return NULL;
+    void *memory = NULL;
+    const cudaError_t code = cudaHostAlloc(&memory, (size_t)RING_BYTES, cudaHostAllocDefault);
+    cuda_ignore(code);
+    ring->buffers = code == cudaSuccess ? static_cast<char *>(memory) : NULL;
+    bool made = ring->buffers != NULL;
+    for (int i = 0; i < RING_BUFFERS && made; i++)
+        made = event_take(device, &ring->events[i]) == STATUS_OK;
+    if (made) return ring;
+    ring_destroy(device, ring);
+    return NULL;
+}
+
+static bool has_passed(cudaEvent_t event)
+{
+    const cudaError_t code = cudaEventQuery(event);
+    cuda_ignore(code);
+    return code == cudaSuccess;
+}
+
+/* Whether nothing is on its way through the ring. */
+static bool ring_is_over(Ring *ring, int device)
+{
+    if (ring->unmarked && !device_is_capturing(device)) {
+        const cudaError_t code = cudaDeviceSynchronize();
+        cuda_ignore(code);
+        ring->unmarked = code != cudaSuccess;
+    }
+    return !ring->unmarked &&
+           has_passed(ring->events[(ring->chunks + RING_BUFFERS - 1) % RING_BUFFERS]);
+}
+
+/* Who takes a ring waits for nothing but the work of the own stream, and so no stream that is held
+ * up can hold up others. */
+static bool ring_is_ready(Ring *ring, int device, cudaStream_t stream)
+{
+    const bool same = ring->stream == stream && stream != cudaStreamPerThread;
+    return (same && !ring->unmarked) || ring_is_over(ring, device);
+}
+
+/* NULL where all are in use, and the limit allows no more. */
+static Ring *ring_take(int device, cudaStream_t stream, int64_t limit)
+{
+    pthread_mutex_lock(&rings.lock);
+    Ring **link = &rings.idle[device];
+    while (*link != NULL && !ring_is_ready(*link, device, stream)) link = &(*link)->next;
+    Ring *ring = *link;
+    const bool grows = ring == NULL && rings.bytes + RING_BYTES <= limit;
+    if (ring != NULL) *link = ring->next;
+    if (grows) rings.bytes += RING_BYTES;
+    pthread_mutex_unlock(&rings.lock);
+    if (!grows) return ring;
+    ring = ring_create(device);
+    if (ring != NULL) return ring;
+    pthread_mutex_lock(&rings.lock);
+    rings.bytes -= RING_BYTES;
+    pthread_mutex_unlock(&rings.lock);
+    return NULL;
+}
+
+static void ring_give(int device, Ring *ring)
+{
+    pthread_mutex_lock(&rings.lock);
+    ring->next = rings.idle[device];
+    rings.idle[device] = ring;
+    pthread_mutex_unlock(&rings.lock);
+}
+
+void transfer_flush(int device)
+{
+    in_spite_of_captures([&] {
+        pthread_mutex_lock(&rings.lock);
+        for (Ring **link = &rings.idle[device]; *link != NULL;) {
+            Ring *ring = *link;
+            if (ring_is_over(ring, device)) {
+                *link = ring->next;
+                rings.bytes -= RING_BYTES;
+                ring_destroy(device, ring);
+            } else {
+                link = &ring->next;
+            }
+        }
+        pthread_mutex_unlock(&rings.lock);
+    });
+}
+
+/* One copy. What the workers share with the caller is behind the lock. */
+struct Transfer {
+    const Box *box;
+    int64_t begin, bytes; /* of the packed box */
+    char *device;
+    cudaStream_t stream;
+    Ring *ring;
+    int64_t chunk_bytes, chunks;
+    void (*copy_slice)(const Transfer &, int64_t);
+
+    pthread_mutex_t lock;
+    pthread_cond_t work, done; /* there are slices; a chunk has none left */
+    int64_t opened;            /* chunks that the workers may have or had */
+    int64_t opened_slices, taken_slices;
+    int64_t slices_left[RING_BUFFERS]; /* of each buffer, that are not copied yet */
+    char *populated, *populated_end;   /* what is still to be made ready */
+    bool over;
+};
+
+static int64_t smaller(int64_t one, int64_t other)
+{
+    return one < other ? one : other;
+}
+
+static int buffer_of(const Transfer &transfer, int64_t chunk)
+{
+    return static_cast<int>((transfer.ring->chunks + chunk) % RING_BUFFERS);
+}
+
+static char *place_in_ring(const Transfer &transfer, int64_t chunk)
+{
+    return transfer.ring->buffers + buffer_of(transfer, chunk) * BUFFER_BYTES;
+}
+
+/* The stores are over, for whoever hears of it, when this returns. */
+static void copy_bytes(char *target, const char *source, int64_t bytes)
+{
+#ifdef __SSE2__
+    if (bytes >= LEAST_STREAMED_BYTES) {
+        constexpr int64_t WORD = sizeof(__m128i), STEP = 4 * WORD;
+        const int64_t head = -(intptr_t)target & (WORD - 1);
+        memcpy(target, source, (size_t)head);
+        int64_t at = head;
+        for (; at + STEP <= bytes; at += STEP) {
+            __m128i words[4];
+            for (int i = 0; i < 4; i++)
+                words[i] =
+                    _mm_loadu_si128(reinterpret_cast<const __m128i *>(source + at + i * WORD));
+            for (int i = 0; i < 4; i++)
+                _mm_stream_si128(reinterpret_cast<__m128i *>(target + at + i * WORD), words[i]);
+        }
+        _mm_sfence();
+        target += at;
+        source += at;
+        bytes -= at;
+    }
+#endif
+    memcpy(target, source, (size_t)bytes);
+}
+
+/* The bytes begin..end of the packed box, which may begin and end within an item. */
+template <bool PACK>
+static void box_copy_bytes(const Box &box, int64_t begin, int64_t end, char *packed)
+{
+    while (begin < end) {
+        const int64_t item = begin / box.item_bytes, offset = begin % box.item_bytes;
+        const int64_t whole = offset == 0 ? (end - begin) / box.item_bytes : 0;
+        int64_t bytes;
+        if (whole > 0 && box.item_bytes < LEAST_STREAMED_BYTES) {
+            bytes = whole * box.item_bytes;
+            box_copy<PACK>(box, item, item + whole, packed);
+        } else {
+            bytes = smaller(box.item_bytes - offset, end - begin);
+            char *place = box_place(box, item) + offset;
+            copy_bytes(PACK ? packed : place, PACK ? place : packed, bytes);
+        }
+        begin += bytes;
+        packed += bytes;
+    }
+}
+
+template <bool UP>
+static void copy_slice(const Transfer &transfer, int64_t slice)
+{
+    const int64_t begin = slice * SLICE_BYTES;
+    const int64_t end = smaller(begin + SLICE_BYTES, transfer.bytes);
+    const int64_t chunk = begin / transfer.chunk_bytes;
+    char *packed = place_in_ring(transfer, chunk) + begin % transfer.chunk_bytes;
+    box_copy_bytes<UP>(*transfer.box, transfer.begin + begin, transfer.begin + end, packed);
+}
+
+/* With the lock, which is dropped meanwhile, as in the next two. */
+static void take_slice(Transfer *transfer)
+{
+    const int64_t slice = transfer->taken_slices++;
+    pthread_mutex_unlock(&transfer->lock);
+    transfer->copy_slice(*transfer, slice);
+    pthread_mutex_lock(&transfer->lock);
+    const int buffer = buffer_of(*transfer, slice * SLICE_BYTES / transfer->chunk_bytes);
+    if (--transfer->slices_left[buffer] == 0) pthread_cond_signal(&transfer->done);
+}
+
+static bool is_to_populate(const Transfer *transfer)
+{
+    const char *reached =
+        transfer->box->base + transfer->begin + transfer->taken_slices * SLICE_BYTES;
+    return transfer->populated < transfer->populated_end &&
+           transfer->populated - reached < POPULATED_AHEAD_BYTES;
+}
+
+static void populate(Transfer *transfer)
+{
+    char *page = transfer->populated;
+    const int64_t bytes = smaller(transfer->populated_end - page, HUGE_PAGE_BYTES);
+    transfer->populated += bytes;
+    pthread_mutex_unlock(&transfer->lock);
+#ifdef MADV_POPULATE_WRITE
+    (void)madvise(page, (size_t)bytes, MADV_POPULATE_WRITE); /* a kernel before 5.14 has none */
+#endif
+    pthread_mutex_lock(&transfer->lock);
+}
+
+static void help(void *context, int64_t, int64_t)
+{
+    Transfer *transfer = static_cast<Transfer *>(context);
+    pthread_mutex_lock(&transfer->lock);
+    while (!transfer->over) {
+        if (is_to_populate(transfer))
+            populate(transfer);
+        else if (transfer->taken_slices < transfer->opened_slices)
+            take_slice(transfer);
+        else
+            pthread_cond_wait(&transfer->work, &transfer->lock);
+    }
+    pthread_mutex_unlock(&transfer->lock);
+}
+
+static int64_t bytes_of_chunk(const Transfer &transfer, int64_t chunk)
+{
+    return smaller(transfer.chunk_bytes, transfer.bytes - chunk * transfer.chunk_bytes);
+}
+
+static void open_chunk(Transfer *transfer)
+{
+    const int64_t chunk = transfer->opened;
+    const int64_t slices = (bytes_of_chunk(*transfer, chunk) + SLICE_BYTES - 1) / SLICE_BYTES;
+    pthread_mutex_lock(&transfer->lock);
+    transfer->opened++;
+    transfer->opened_slices += slices;
+    transfer->slices_left[buffer_of(*transfer, chunk)] = slices;
+    pthread_cond_broadcast(&transfer->work);
+    pthread_mutex_unlock(&transfer->lock);
+}
+
+/* Works, and waits, until all slices of a chunk are copied. */
+static void finish_chunk(Transfer *transfer, int64_t chunk)
+{
+    const int buffer = buffer_of(*transfer, chunk);
+    pthread_mutex_lock(&transfer->lock);
+    while (transfer->slices_left[buffer] > 0)
+        if (transfer->taken_slices < transfer->opened_slices)
+            take_slice(transfer);
+        else
+            pthread_cond_wait(&transfer->done, &transfer->lock);
+    pthread_mutex_unlock(&transfer->lock);
+}
+
+static Status await_buffer(const Transfer &transfer, int64_t chunk)
+{
+    CUDA_TRY(cudaEventSynchronize(transfer.ring->events[buffer_of(transfer, chunk)]));
+    return STATUS_OK;
+}
+
+/* Hands a chunk to the copy engine. */
+template <bool UP>
+static Status send_chunk(const Transfer &transfer, int64_t chunk)
+{
+    Status status = copy_stretch<UP>(place_in_ring(transfer, chunk),
+                                     transfer.device + chunk * transfer.chunk_bytes,
+                                     bytes_of_chunk(transfer, chunk), transfer.stream);
+    if (status != STATUS_OK) return status;
+    CUDA_TRY(cudaEventRecord(transfer.ring->events[buffer_of(transfer, chunk)], transfer.stream));
+    return STATUS_OK;
+}
+
+template <bool UP>
+static Status run_transfer(Transfer *transfer)
+{
+    Status status = STATUS_OK;
+    const int64_t chunks = transfer->chunks;
+    /* Down, the copy engine comes first: it is as many chunks ahead as there are buffers. */
+    const int64_t ahead = UP ? 0 : smaller(RING_BUFFERS, chunks);
+    for (int64_t chunk = 0; chunk < ahead && status == STATUS_OK; chunk++) {
+        status = await_buffer(*transfer, chunk);
+        if (status == STATUS_OK) status = send_chunk<UP>(*transfer, chunk);
+    }
+    for (int64_t chunk = 0; chunk < chunks && status == STATUS_OK; chunk++) {
+        const int64_t most = smaller(chunk + OPENED_BUFFERS, chunks);
+        while (transfer->opened < most && status == STATUS_OK) {
+            status = await_buffer(*transfer, transfer->opened);
+            if (status == STATUS_OK) open_chunk(transfer);
+        }
+        if (status != STATUS_OK) break;
+        finish_chunk(transfer, chunk);
+        if (chunk + ahead < chunks) status = send_chunk<UP>(*transfer, chunk + ahead);
+    }
+    return status;
+}
+
+/* Fresh memory has no gaps, and neither has what is made ready. */
+static void plan_populating(Transfer *transfer)
+{
+    if (transfer->box->ndim > 0 || transfer->bytes < LEAST_POPULATED_BYTES) return;
+    const uintptr_t begin = reinterpret_cast<uintptr_t>(transfer->box->base + transfer->begin);
+    const uintptr_t first = (begin + HUGE_PAGE_BYTES - 1) / HUGE_PAGE_BYTES * HUGE_PAGE_BYTES;
+    const uintptr_t last = (begin + transfer->bytes) / HUGE_PAGE_BYTES * HUGE_PAGE_BYTES;
+    transfer->populated = reinterpret_cast<char *>(first);
+    transfer->populated_end = reinterpret_cast<char *>(last);
+}
+
+/* The packed bytes of a box through a ring that was taken, which is given back. */
+template <bool UP>
+static Status transfer_through(Ring *ring, int device, const Box &box, int64_t begin, int64_t bytes,
+                               char *target, cudaStream_t stream)
+{
+    Transfer transfer = {};
+    transfer.lock = PTHREAD_MUTEX_INITIALIZER;
+    transfer.work = transfer.done = PTHREAD_COND_INITIALIZER;
+    transfer.box = &box;
+    transfer.begin = begin;
+    transfer.bytes = bytes;
+    transfer.device = target;
+    transfer.stream = stream;
+    transfer.ring = ring;
+    transfer.copy_slice = copy_slice<UP>;
+    const int64_t slices = (bytes + LEAST_CHUNKS * SLICE_BYTES - 1) / (LEAST_CHUNKS * SLICE_BYTES);
+    transfer.chunk_bytes = smaller(slices * SLICE_BYTES, BUFFER_BYTES);
+    transfer.chunks = (bytes + transfer.chunk_bytes - 1) / transfer.chunk_bytes;
+    if (!UP) plan_populating(&transfer);
+
+    const bool helped = parallel_begin(MOST_WORKERS, 1, help, &transfer);
+    Status status = run_transfer<UP>(&transfer);
+    pthread_mutex_lock(&transfer.lock);
+    transfer.over = true;
+    pthread_cond_broadcast(&transfer.work);
+    pthread_mutex_unlock(&transfer.lock);
+    if (helped) parallel_end();
+
+    ring->chunks += transfer.chunks;
+    ring->stream = stream;
+    if (status != STATUS_OK) {
+        /* What is queued may have no event behind it. */
+        const Failure failure = *last_failure();
+        ring->unmarked = stream_drain(stream) != STATUS_OK;
+        status = fail_cuda(status, failure.cuda_code, failure.cuda_name, failure.text);
+    }
+    ring_give(device, ring);
+    return status;
+}
+
+static bool is_captured(cudaStream_t stream)
+{
+    if (stream == 0) return false; /* it cannot be */
+    cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+    const cudaError_t code = cudaStreamIsCapturing(stream, &capture);
+    cuda_ignore(code);
+    return code != cudaSuccess || capture != cudaStreamCaptureStatusNone;
+}
+
+/* Sets *done if the copy was worth a ring, and there was one: otherwise nothing has been done. */
+template <bool UP>
+static Status ring_transfer(const Box &box, int64_t begin, int64_t bytes, char *device,
+                            void *stream_of_call, bool *done)
+{
+    const cudaStream_t stream = static_cast<cudaStream_t>(stream_of_call);
+    if (bytes < LEAST_RING_BYTES) return STATUS_OK;
+    int64_t limit;
+    Status status = pinned_limit(&limit);
+    if (status != STATUS_OK || limit < RING_BYTES || is_captured(stream)) return status;
+    if (box.ndim == 0 && host_memory_is_pinned(box.base + begin)) return STATUS_OK;
+    int current;
+    const cudaError_t code = cudaGetDevice(&current);
+    cuda_ignore(code);
+    if (code != cudaSuccess) return STATUS_OK;
+    in_spite_of_captures([&] {
+        Ring *ring = ring_take(current, stream, limit);
+        if (ring == NULL) return;
+        *done = true;
+        status = transfer_through<UP>(ring, current, box, begin, bytes, device, stream);
+    });
+    return status;
+}
+
+/* The driver's way. */
+
+constexpr int64_t STAGING_BYTES = 4 << 20;
+constexpr int64_t DIRECT_BYTES = 64 << 10; /* what goes to the driver without staging */
 
 template <bool UP>
 static Status box_transfer(const Box &box, int64_t begin, int64_t end, char *device, void *stream)
 {
     if (begin >= end) return STATUS_OK;
     Box merged = box_merged(box);
+    bool done = false;
+    Status status = ring_transfer<UP>(merged, begin * box.item_bytes,
+                                      (end - begin) * box.item_bytes, device, stream, &done);
+    if (done || status != STATUS_OK) return status;
     int64_t ratio = merged.item_bytes / box.item_bytes;
     if (merged.ndim == 0)
         return copy_stretch<UP>(merged.base + begin * box.item_bytes, device,
@@ -208,7 +678,6 @@ static Status box_transfer(const Box &box, int64_t begin, int64_t end, char *dev
     char *staging =
         bytes < DIRECT_BYTES ? static_cast<char *>(malloc((size_t)(piece * bytes))) : NULL;
 
-    Status status = STATUS_OK;
     if (staging == NULL) {
         /* Long stretches need no staging; short ones do without it where there is no memory left,
          * for by now the caller's output may have been written to. */
@@ -227,6 +696,19 @@ static Status box_transfer(const Box &box, int64_t begin, int64_t end, char *dev
     }
     free(staging);
     return status;
+}
+
+Status copy_to_device(void *device, const void *host, int64_t bytes, void *stream)
+{
+    const Box box = {static_cast<char *>(const_cast<void *>(host)), bytes, 0, {}, {}};
+    return box_transfer<true>(box, 0, 1, static_cast<char *>(device), stream);
+}
+
+Status copy_to_host(void *host, const void *device, int64_t bytes, void *stream)
+{
+    const Box box = {static_cast<char *>(host), bytes, 0, {}, {}};
+    char *source = static_cast<char *>(const_cast<void *>(device));
+    return box_transfer<false>(box, 0, 1, source, stream);
 }
 
 Status box_upload(const Box &box, int64_t begin, int64_t end, void *device, void *stream)

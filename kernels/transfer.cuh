@@ -33,7 +33,8 @@ bool host_memory_is_pinned(const void *host);
 Status clear_on_device(void *device, int byte, int64_t bytes, void *stream);
 
 /* The items begin..end of a box to packed device memory, and all items of one back. Like
- * cudaMemcpyAsync, they may return before the copy is done. */
+ * cudaMemcpyAsync, they may return before the copy is done, but not before memory of the host that
+ * is not page-locked has been read, or written. */
 Status box_upload(const Box &box, int64_t begin, int64_t end, void *device, void *stream);
 Status box_download(const Box &box, void *device, void *stream);
 #endif

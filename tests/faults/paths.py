@@ -348,6 +348,20 @@ def to_device_of_a_buffer(gpu):
     return Case(lambda: gpu.gpuops.to_device(x).to_host(), [x])
 
 
+@path("arrays", is_first=True)
+def the_first_large_array(gpu):
+    """What page-locked buffers take part in, which are made for it."""
+    x = np.arange(100_000.0)
+    return Case(lambda: gpu.gpuops.to_device(x).to_host(), [x])
+
+
+@path("arrays")
+def a_large_array(gpu):
+    x, out = np.arange(200_000.0)[::2], np.full(200_000, 77.0)[::2]
+    gpu.gpuops.to_device(x).to_host()
+    return Case(lambda: gpu.gpuops.to_device(x).to_host(out), [x, out], [out], "to_host")
+
+
 @path("arrays")
 def to_device_of_page_locked_memory(gpu):
     x = gpu.fake.page_locked(np.arange(5.0))

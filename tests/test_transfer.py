@@ -1,0 +1,488 @@
+"""Large copies between NumPy's memory and the GPU: through rings of page-locked buffers."""
+
+import ctypes
+import functools
+import re
+import threading
+
+import numpy as np
+import pytest
+from conftest import leaving_nothing
+from helpers import read_only, run_child
+from operators import ROOT
+
+DEVICE_ERROR = 999
+OUT_OF_MEMORY = 2
+
+
+def constant(name):
+    """The number that kernels/transfer.cu has for it, so that tests follow when it is tuned."""
+    text = (ROOT / "kernels" / "transfer.cu").read_text()
+    (value,) = re.findall(rf"^constexpr \w+ {name} = ([0-9 <*]+);", text, re.MULTILINE)
+    return eval(value)
+
+
+RING_BUFFERS = constant("RING_BUFFERS")
+BUFFER_BYTES = constant("BUFFER_BYTES")
+SLICE_BYTES = constant("SLICE_BYTES")
+LEAST_RING_BYTES = constant("LEAST_RING_BYTES")
+LEAST_CHUNKS = constant("LEAST_CHUNKS")
+RING_BYTES = RING_BUFFERS * BUFFER_BYTES
+
+# Where one more byte makes one more slice, or chunk, or round through the ring.
+BOUNDARIES = sorted(
+    {LEAST_RING_BYTES, LEAST_CHUNKS * SLICE_BYTES, BUFFER_BYTES, RING_BYTES}
+    | {RING_BYTES + BUFFER_BYTES, RING_BYTES + SLICE_BYTES, 3 * SLICE_BYTES}
+)
+SIZES = [size + more for size in BOUNDARIES for more in (-1, 0, 1)]
+ABOVE = RING_BYTES + BUFFER_BYTES + SLICE_BYTES + 5  # of several rounds
+
+MARGIN = 100
+DEVICE_BYTES = 1 << 30  # of the fake's devices
+
+
+def chunks_of(size):
+    slices = -(-size // (LEAST_CHUNKS * SLICE_BYTES))
+    return -(-size // min(slices * SLICE_BYTES, BUFFER_BYTES))
+
+
+def numbers(size, seed=0):
+    """Bytes of which no two parts are alike."""
+    return np.random.default_rng(seed).integers(0, 256, size, np.uint8)
+
+
+@pytest.fixture
+def gpuops(gpu):
+    if gpu.fake is not None:
+        gpu.fake.set_memory_limit(DEVICE_BYTES)
+    return gpu.gpuops
+
+
+@pytest.fixture
+def fake(fake_device):
+    with leaving_nothing(fake_device), fake_device.gpuops.device("cuda:0"):
+        fake_device.fake.set_memory_limit(DEVICE_BYTES)
+        yield fake_device
+
+
+def round_trip(gpuops, x, **options):
+    """What comes back of an array, in a result of its own and in memory between two margins."""
+    d = gpuops.to_device(x, **options)
+    result = d.to_host()
+    np.testing.assert_array_equal(result, x)
+    around = np.full(x.nbytes + 2 * MARGIN, 7, np.uint8)
+    out = around[MARGIN:-MARGIN].view(x.dtype).reshape(x.shape)
+    assert d.to_host(out) is out
+    np.testing.assert_array_equal(out, x)
+    assert (around[:MARGIN] == 7).all() and (around[-MARGIN:] == 7).all()
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_sizes(gpuops, size):
+    round_trip(gpuops, numbers(size))
+
+
+@pytest.mark.parametrize("offset", [1, 3, 8, 15, 17, 63])
+def test_alignments(gpuops, offset):
+    around = numbers(BUFFER_BYTES + LEAST_RING_BYTES + MARGIN)
+    x = around[offset : BUFFER_BYTES + LEAST_RING_BYTES]
+    d = gpuops.to_device(x)
+    out = np.full_like(around, 7)
+    for other in (0, 1, offset):
+        out[...] = 7
+        d.to_host(out[other : other + len(x)])
+        np.testing.assert_array_equal(out[other : other + len(x)], x)
+        assert (out[:other] == 7).all() and (out[other + len(x) :] == 7).all()
+    # A copy may also begin within what is on the device.
+    np.testing.assert_array_equal(d[offset:].to_host(), x[offset:])
+
+
+LAYOUTS = {
+    "every second": lambda x: x[::2],
+    "backward": lambda x: x[::-1],
+    "transposed": lambda x: x.reshape(512, -1).T,
+    "short rows": lambda x: x[: len(x) // 24 * 24].reshape(-1, 24)[:, 5:16],
+    "long rows": lambda x: x[: len(x) // 9000 * 9000].reshape(-1, 9000)[:, 1:-1],
+    "longer rows": lambda x: x[: len(x) // 300_000 * 300_000].reshape(-1, 300_000)[:, 1:-1],
+    "planes": lambda x: x.reshape(4, 8, -1)[::2, 1:-1],
+}
+
+
+@pytest.mark.parametrize("dtype", ["u1", "V3", "<f4", "V12", "V100"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_strided(gpuops, layout, dtype):
+    dtype = np.dtype(dtype)
+    count = 3 * LEAST_RING_BYTES // dtype.itemsize * 4 // 4096 * 4096
+    x = LAYOUTS[layout](numbers(count * dtype.itemsize).view(dtype))
+    d = gpuops.to_device(x)
+    assert d.to_host().tobytes() == x.tobytes()
+    base = np.zeros(count, dtype)
+    out = LAYOUTS[layout](base)
+    d.to_host(out)
+    expected = np.zeros(count, dtype)
+    LAYOUTS[layout](expected)[...] = x
+    assert base.tobytes() == expected.tobytes()
+
+
+def test_read_only_source(gpuops):
+    round_trip(gpuops, read_only(numbers(ABOVE)))
+
+
+def test_source_may_change_at_once(gpu, gpuops):
+    """And the way back begins while the way up may still be going on."""
+    x = numbers(ABOVE)
+    expected = x.copy()
+    for scheduler in ("now", "lazy", "shuffled"):
+        if gpu.fake is not None:
+            gpu.fake.set_scheduler(scheduler, 3)
+        stream = gpuops.Stream()
+        arrays = []
+        for k in range(3):
+            x[...] = expected
+            x[0] = k
+            arrays.append(gpuops.to_device(x, stream=stream))
+            x[...] = 0
+        for k, d in enumerate(arrays):
+            result = d.to_host()
+            assert result[0] == k and (result[1:] == expected[1:]).all()
+        if gpu.fake is None:
+            return
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_streams_in_any_order(fake, seed):
+    gpuops = fake.gpuops
+    fake.fake.set_scheduler("shuffled", seed)
+    streams = [gpuops.Stream() for _ in range(3)]
+    sources = [numbers(BUFFER_BYTES + k * SLICE_BYTES, k) for k in range(6)]
+    arrays = [gpuops.to_device(source, stream=streams[k % 3]) for k, source in enumerate(sources)]
+    for source, d in zip(sources, arrays, strict=True):
+        np.testing.assert_array_equal(d.to_host(stream=streams[2]), source)
+
+
+def test_host_operands(gpuops):
+    """The ways of operators, and of kernels that are not the caller's own, to the GPU and back."""
+    x = np.random.default_rng(0).random(ABOVE // 8)
+    indices = np.random.default_rng(1).integers(0, len(x), LEAST_RING_BYTES // 4)
+    np.testing.assert_array_equal(gpuops.gather(x, indices, device="cuda"), x[indices])
+    np.testing.assert_array_equal(gpuops.add(x, x[::-1], device="cuda"), x + x[::-1])
+    out = np.zeros((2, len(x)))[:, ::-1]
+    gpuops.multiply(np.stack([x, x]), 2.0, out=out, device="cuda")
+    np.testing.assert_array_equal(out, np.stack([x, x]) * 2)
+
+
+# What is called, and what is kept.
+
+
+def counted(fake, call):
+    """How often a call of ours had CUDA copy bytes."""
+    before = fake.calls("cudaMemcpyAsync")
+    result = call()
+    return fake.calls("cudaMemcpyAsync") - before, result
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_chunks(fake, size):
+    x = numbers(size)
+    expected = chunks_of(size) if size >= LEAST_RING_BYTES else 1
+    count, d = counted(fake.fake, lambda: fake.gpuops.to_device(x))
+    assert count == expected
+    count, _ = counted(fake.fake, d.to_host)
+    assert count == expected
+
+
+def pinned(fake, size):
+    """An array in page-locked memory, and what frees it."""
+    address = ctypes.c_void_p()
+    assert fake.library.cudaHostAlloc(ctypes.byref(address), ctypes.c_size_t(size), 0) == 0
+    memory = (ctypes.c_char * size).from_address(address.value)
+    return np.frombuffer(memory, np.uint8), lambda: fake.library.cudaFreeHost(address)
+
+
+def test_page_locked_memory_goes_directly(fake):
+    memory, free = pinned(fake.fake, ABOVE)
+    memory[...] = numbers(ABOVE)
+    up, d = counted(fake.fake, lambda: fake.gpuops.to_device(memory))
+    expected = memory.copy()
+    memory[...] = 0
+    down, _ = counted(fake.fake, functools.partial(d.to_host, memory))
+    assert up == down == 1
+    np.testing.assert_array_equal(memory, expected)
+    free()
+
+
+def rings(fake, before):
+    bytes_now = fake.fake.live().pinned_bytes
+    assert (bytes_now - before) % RING_BYTES == 0
+    return (bytes_now - before) // RING_BYTES
+
+
+@pytest.fixture
+def no_rings(fake):
+    fake.gpuops.empty_cache(0)
+    fake.gpuops.empty_cache(1)
+    return fake.fake.live().pinned_bytes
+
+
+def test_one_ring_for_one_copy_after_the_other(fake, no_rings):
+    small = numbers(LEAST_RING_BYTES - 1)
+    fake.gpuops.to_device(small).to_host()
+    assert rings(fake, no_rings) == 0
+    for _ in range(3):
+        round_trip(fake.gpuops, numbers(ABOVE))
+        assert rings(fake, no_rings) == 1
+    fake.gpuops.empty_cache(1)
+    assert rings(fake, no_rings) == 1
+    fake.gpuops.empty_cache(0)
+    assert rings(fake, no_rings) == 0
+
+
+def test_a_stream_that_is_held_up_holds_up_no_other(fake, no_rings):
+    gpuops = fake.gpuops
+    fake.fake.set_scheduler("lazy")
+    held_up, other = gpuops.Stream(), gpuops.Stream()
+    x = numbers(RING_BYTES)
+    arrays = [gpuops.to_device(x, stream=held_up)]
+    assert rings(fake, no_rings) == 1
+    pending = fake.fake.pending()
+    assert pending > RING_BUFFERS
+    # Its own next copy waits for the buffers; another stream's takes others.
+    arrays.append(gpuops.to_device(x[:BUFFER_BYTES], stream=other))
+    assert rings(fake, no_rings) == 2
+    assert not held_up.query()
+    arrays.append(gpuops.to_device(x, stream=held_up))
+    assert rings(fake, no_rings) == 2
+    # What is still on its way is not given back.
+    for d in arrays:
+        np.testing.assert_array_equal(d.to_host(), x[: d.size])
+
+
+def test_two_devices(fake, no_rings):
+    x, y = numbers(ABOVE), numbers(ABOVE, 1)
+    on_both = [fake.gpuops.to_device(x, device=0), fake.gpuops.to_device(y, device=1)]
+    assert rings(fake, no_rings) == 2
+    np.testing.assert_array_equal(on_both[1].to_host(), y)
+    np.testing.assert_array_equal(on_both[0].to_host(), x)
+    np.testing.assert_array_equal(fake.gpuops.to_device(on_both[0], device=1).to_host(), x)
+    assert rings(fake, no_rings) == 2
+    assert fake.fake.current_device() == 0
+
+
+def test_memory_that_cannot_be_page_locked(fake, no_rings):
+    x = numbers(ABOVE)
+    with fake.fake.fail(1, OUT_OF_MEMORY, "from then on", "cudaHostAlloc") as fault:
+        round_trip(fake.gpuops, x)
+        round_trip(fake.gpuops, x[::2].copy()[::2])
+    assert fault.reached and rings(fake, no_rings) == 0
+    round_trip(fake.gpuops, x)
+    assert rings(fake, no_rings) == 1
+
+
+def test_a_ring_without_its_events(fake, no_rings):
+    """Other events of the store are in use by then."""
+    x = numbers(ABOVE)
+    events = [fake.gpuops.Event() for _ in range(3)]
+    with fake.fake.fail(1, OUT_OF_MEMORY, "from then on", "cudaEventCreateWithFlags"):
+        fake.gpuops.to_device(x).to_host()
+    round_trip(fake.gpuops, x)
+    del events
+
+
+@pytest.mark.parametrize("mode", ["once", "from then on"])
+@pytest.mark.parametrize("number", [1, 2, RING_BUFFERS, RING_BUFFERS + 1])
+@pytest.mark.parametrize("function", ["cudaMemcpyAsync", "cudaEventRecord", "cudaEventSynchronize"])
+@pytest.mark.parametrize("scheduler", ["now", "lazy"])
+def test_a_call_fails_half_way(fake, function, number, mode, scheduler):
+    gpuops = fake.gpuops
+    x = numbers(ABOVE)
+    d = gpuops.to_device(x)
+    fake.fake.set_scheduler(scheduler)
+    for call in (lambda: gpuops.to_device(x), d.to_host):
+        with (
+            fake.fake.fail(number, DEVICE_ERROR, mode, function) as fault,
+            pytest.raises(gpuops.DeviceError, match=function),
+        ):
+            call()
+        assert fault.reached
+        x[0] += 1
+        round_trip(gpuops, x)
+        x[0] -= 1
+    np.testing.assert_array_equal(d.to_host(), x)
+
+
+@pytest.mark.parametrize("scheduler", ["now", "lazy"])
+def test_work_that_nothing_marks_the_end_of(fake, no_rings, scheduler):
+    """A chunk is queued, and then neither its event nor its end can be had: the ring waits."""
+    gpuops, library = fake.gpuops, fake.fake
+    x = numbers(ABOVE)
+    gpuops.to_device(x).to_host()
+    library.set_scheduler(scheduler)
+    with (
+        library.fail(3, DEVICE_ERROR, "from then on", "cudaEventRecord"),
+        library.fail(1, DEVICE_ERROR, "from then on", "cudaStreamSynchronize"),
+        pytest.raises(gpuops.DeviceError, match="cudaEventRecord"),
+    ):
+        gpuops.to_device(x)
+    assert rings(fake, no_rings) == 1
+    with library.fail(1, DEVICE_ERROR, "from then on", "cudaDeviceSynchronize") as fault:
+        d = gpuops.to_device(x)
+    assert fault.reached and rings(fake, no_rings) == 2
+    np.testing.assert_array_equal(d.to_host(), x)
+    gpuops.empty_cache(0)
+    assert rings(fake, no_rings) == 0
+
+
+def test_while_another_stream_is_captured(fake):
+    gpuops = fake.gpuops
+    x = numbers(ABOVE)
+    captured = gpuops.Stream()
+    fake.fake.set_capturing(captured.ptr, True)
+    try:
+        d = gpuops.to_device(x, stream=gpuops.Stream())
+        np.testing.assert_array_equal(d.to_host(), x)
+        with pytest.raises(ValueError, match="captured into a graph"):
+            gpuops.to_device(x, stream=captured)
+    finally:
+        fake.fake.set_capturing(captured.ptr, False)
+    round_trip(gpuops, x)
+
+
+# Threads.
+
+
+def run_threads(functions):
+    errors = []
+
+    def guarded(function):
+        try:
+            function()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(function,)) for function in functions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=120)
+        assert not thread.is_alive(), "a copy hangs"
+    if errors:
+        raise errors[0]
+
+
+def test_eight_threads_copy_at_once(gpu, gpuops):
+    """Beside them the CPU backend has the workers, or has to do without."""
+
+    def copies(seed):
+        def run():
+            x = numbers(BUFFER_BYTES + seed * SLICE_BYTES + seed, seed)
+            stream = gpuops.Stream() if seed % 2 else None
+            for _ in range(3):
+                round_trip(gpuops, x, stream=stream)
+
+        return run
+
+    def on_cpu():
+        x = np.arange(200_000)
+        for _ in range(20):
+            np.testing.assert_array_equal(gpuops.gather(x, x[::-1], device="cpu"), x[::-1])
+
+    run_threads([copies(seed) for seed in range(7)] + [on_cpu])
+
+
+IN_CHILD = """
+from pathlib import Path
+from faults.fake import Fake
+from test_transfer import *
+import gpuops
+
+fake = Fake(Path(gpuops.__path__[0]).with_name("cudart"))
+gpuops.gather(gpuops.to_device([1]), [0]).to_host()
+before = fake.live().pinned_bytes
+
+def rings():
+    return (fake.live().pinned_bytes - before) / RING_BYTES
+"""
+
+
+def in_child(device, source, **environment):
+    environment["GPUOPS_FAKE_MEMORY"] = str(DEVICE_BYTES)
+    return run_child(device.gpuops, IN_CHILD + source, **environment)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 12])
+def test_any_number_of_worker_threads(fake_device, threads):
+    source = """
+for size in (LEAST_RING_BYTES, BUFFER_BYTES + 1, ABOVE):
+    round_trip(gpuops, numbers(size))
+run_threads([lambda: round_trip(gpuops, numbers(BUFFER_BYTES))] * 3)
+print("done")
+"""
+    assert in_child(fake_device, source, GPUOPS_NUM_THREADS=str(threads)) == "done\n"
+
+
+THREADS_OF_A_LIMIT = """
+x = numbers(BUFFER_BYTES)
+run_threads([lambda: [round_trip(gpuops, x) for _ in range(3)]] * 6)
+print(rings())
+"""
+
+
+@pytest.mark.parametrize("limit", [0, RING_BYTES - 1, RING_BYTES, 2 * RING_BYTES + 1])
+def test_limit_of_page_locked_memory_of_threads(fake_device, limit):
+    said = in_child(fake_device, THREADS_OF_A_LIMIT, GPUOPS_PINNED_LIMIT=str(limit))
+    most = limit // RING_BYTES
+    assert min(most, 1) <= float(said) <= most
+
+
+@pytest.mark.parametrize(("limit", "most"), [(None, 256 << 20), (3 * RING_BYTES, 3 * RING_BYTES)])
+def test_no_more_rings_than_the_limit_allows(fake_device, limit, most):
+    """As long as nobody can tell that work is over, each stream's copy keeps its ring."""
+    source = """
+x = numbers(LEAST_RING_BYTES)
+with fake.fail(1, DEVICE_ERROR, "from then on", "cudaEventQuery"):
+    arrays = [gpuops.to_device(x, stream=gpuops.Stream()) for _ in range(20)]
+    print(rings() * RING_BYTES)
+assert all((d.to_host() == x).all() for d in arrays)
+"""
+    environment = {} if limit is None else {"GPUOPS_PINNED_LIMIT": str(limit)}
+    assert float(in_child(fake_device, source, **environment)) == most
+
+
+@pytest.mark.parametrize("value", ["many", "-1", "64MiB", "1.5"])
+def test_a_limit_that_is_no_number(fake_device, value):
+    source = """
+x = numbers(LEAST_RING_BYTES)
+out = np.full_like(x, 7)
+d = gpuops.zeros(LEAST_RING_BYTES, "u1", device="cuda")
+for call in (lambda: gpuops.to_device(x), lambda: d.to_host(out)):
+    try:
+        call()
+    except ValueError as error:
+        print(error)
+assert (out == 7).all()
+print(gpuops.to_device(x[:9]).to_host().shape)
+"""
+    said = in_child(fake_device, source, GPUOPS_PINNED_LIMIT=value).splitlines()
+    assert said[0] == said[1] and said[2] == "(9,)"
+    assert said[0].startswith(f"GPUOPS_PINNED_LIMIT is '{value}': expected a number of bytes")
+
+
+def test_fork_leaves_the_rings_behind(fake_device):
+    source = """
+import os, signal, warnings
+warnings.simplefilter("ignore", DeprecationWarning)
+x = numbers(ABOVE)
+round_trip(gpuops, x)
+child = os.fork()
+if child == 0:
+    signal.alarm(20)
+    try:
+        gpuops.to_device(x)
+    except gpuops.ForkedProcessError:
+        index = np.arange(ABOVE)[::-1]
+        os._exit(0 if (gpuops.gather(x, index, device="cpu") == x[::-1]).all() else 1)
+    os._exit(2)
+print(os.waitpid(child, 0)[1])
+round_trip(gpuops, x)
+"""
+    assert in_child(fake_device, source, GPUOPS_NUM_THREADS="3") == "0\n"
