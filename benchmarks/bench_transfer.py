@@ -8,6 +8,7 @@ import numpy
 import gpuops
 
 from . import peers
+from .driver import Driver
 from .harness import Case, Contestant, Run
 
 MEBI = 1 << 20
@@ -23,7 +24,11 @@ def measure(run: Run) -> None:
 
 
 def cases(run: Run, size: int) -> Iterator[Case]:
-    """The way up, and the way down into fresh memory and into memory that is there."""
+    """The way up, and the way down into fresh memory and into memory that is there.
+
+    Beside the peers stand CUDA's driver, called without any library, and the same between
+    page-locked memory and the GPU, which is all that the bus carries.
+    """
     array = run.random.random(size, dtype=numpy.float32)
     name = f"{array.nbytes // MEBI} MiB of pageable memory"
 
@@ -38,6 +43,23 @@ def cases(run: Run, size: int) -> Iterator[Case]:
             lambda there: there.to_host(out=fresh), convert=gpuops.to_device
         )
     }
+    driver = Driver()
+    there = driver.memory_like(array)
+    locked = driver.page_locked(array)
+
+    def sent(host: numpy.ndarray) -> Any:
+        driver.up(there, host)
+        return there
+
+    def fetched(place: Any) -> numpy.ndarray:
+        return driver.down(numpy.empty_like(array), place)
+
+    up["driver: pageable"] = Contestant(sent, to_numpy=fetched)
+    up["driver: page-locked"] = Contestant(sent, convert=driver.page_locked, to_numpy=fetched)
+    down["driver: pageable"] = Contestant(fetched, convert=sent)
+    memory = numpy.zeros_like(array)
+    into["driver: pageable"] = Contestant(lambda place: driver.down(memory, place), convert=sent)
+    into["driver: page-locked"] = Contestant(lambda place: driver.down(locked, place), convert=sent)
     if torch := peers.torch_on_gpu():
         tensor = torch.zeros(size)
         up["torch cuda()"] = Contestant(

@@ -7,6 +7,8 @@ import ctypes
 import functools
 from collections.abc import Callable
 
+import numpy
+
 # A kernel that does nothing, which the driver compiles for the GPU at hand.
 EMPTY_KERNEL = b"""
 .version 7.0
@@ -62,3 +64,29 @@ class Driver:
         self._check("cuMemAllocAsync", place, size, None)
         self._check("cuMemFreeAsync", memory, None)
         return call
+
+    def memory_like(self, array: numpy.ndarray) -> ctypes.c_uint64:
+        """Allocate as much memory of the device, for as long as the process lives."""
+        place = ctypes.c_uint64()
+        self._check("cuMemAlloc_v2", ctypes.byref(place), ctypes.c_size_t(array.nbytes))
+        return place
+
+    def page_locked(self, array: numpy.ndarray) -> numpy.ndarray:
+        """Copy an array into page-locked memory, which lives as long as the process."""
+        place = ctypes.c_void_p()
+        self._check("cuMemAllocHost_v2", ctypes.byref(place), ctypes.c_size_t(array.nbytes))
+        memory = (ctypes.c_char * array.nbytes).from_address(place.value)
+        copy = numpy.frombuffer(memory, array.dtype).reshape(array.shape)
+        copy[...] = array
+        return copy
+
+    def up(self, place: ctypes.c_uint64, array: numpy.ndarray) -> None:
+        """Copy an array to memory of the device."""
+        data = ctypes.c_void_p(array.ctypes.data)
+        self._check("cuMemcpyHtoD_v2", place, data, ctypes.c_size_t(array.nbytes))
+
+    def down(self, array: numpy.ndarray, place: ctypes.c_uint64) -> numpy.ndarray:
+        """Copy memory of the device into an array, and return that."""
+        data = ctypes.c_void_p(array.ctypes.data)
+        self._check("cuMemcpyDtoH_v2", data, place, ctypes.c_size_t(array.nbytes))
+        return array
