@@ -13,6 +13,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <time.h>
 #ifdef __SSE2__
 #include <emmintrin.h>
 #endif
@@ -205,7 +206,8 @@ constexpr int64_t BUFFER_BYTES = 4 << 20; /* long enough for the bus to take no 
 constexpr int64_t RING_BYTES = RING_BUFFERS * BUFFER_BYTES;
 /* What a worker takes at a time: long against the taking, short against the wait for the last. */
 constexpr int64_t SLICE_BYTES = 256 << 10;
-constexpr int MOST_WORKERS = 8; /* with the caller more than enough for the bus */
+constexpr int MOST_WORKERS = 8;                 /* with the caller more than enough for the bus */
+constexpr int64_t PATIENCE_MICROSECONDS = 1000; /* of the caller, who keeps the workers waiting */
 /* Below this, the driver's own way is faster than waking the workers. */
 constexpr int64_t LEAST_RING_BYTES = 512 << 10;
 constexpr int LEAST_CHUNKS = 4; /* of a copy, so that short ones overlap as well */
@@ -370,7 +372,9 @@ struct Transfer {
     int64_t opened_slices, taken_slices;
     int64_t slices_left[RING_BUFFERS]; /* of each buffer, that are not copied yet */
     char *populated, *populated_end;   /* what is still to be made ready */
-    bool over;
+    bool over;                         /* the workers are to leave */
+
+    bool helped; /* the caller's alone: the workers have been called */
 };
 
 static int64_t smaller(int64_t one, int64_t other)
@@ -445,7 +449,7 @@ static void copy_slice(const Transfer &transfer, int64_t slice)
     box_copy_bytes<UP>(*transfer.box, transfer.begin + begin, transfer.begin + end, packed);
 }
 
-/* With the lock, which is dropped meanwhile, as in the next two. */
+/* With the lock, which is dropped meanwhile; so is it in populate. */
 static void take_slice(Transfer *transfer)
 {
     const int64_t slice = transfer->taken_slices++;
@@ -470,9 +474,8 @@ static void populate(Transfer *transfer)
     const int64_t bytes = smaller(transfer->populated_end - page, HUGE_PAGE_BYTES);
     transfer->populated += bytes;
     pthread_mutex_unlock(&transfer->lock);
-#ifdef MADV_POPULATE_WRITE
-    (void)madvise(page, (size_t)bytes, MADV_POPULATE_WRITE); /* a kernel before 5.14 has none */
-#endif
+    constexpr int POPULATE_WRITE = 23; /* MADV_POPULATE_WRITE, of Linux 5.14: not in all headers */
+    (void)madvise(page, (size_t)bytes, POPULATE_WRITE);
     pthread_mutex_lock(&transfer->lock);
 }
 
@@ -496,6 +499,23 @@ static int64_t bytes_of_chunk(const Transfer &transfer, int64_t chunk)
     return smaller(transfer.chunk_bytes, transfer.bytes - chunk * transfer.chunk_bytes);
 }
 
+/* Whoever finds the pool taken works alone, and tries again with the next chunk. */
+static void call_workers(Transfer *transfer)
+{
+    if (!transfer->helped) transfer->helped = parallel_begin(MOST_WORKERS, 1, help, transfer);
+}
+
+static void dismiss_workers(Transfer *transfer)
+{
+    if (!transfer->helped) return;
+    pthread_mutex_lock(&transfer->lock);
+    transfer->over = true;
+    pthread_cond_broadcast(&transfer->work);
+    pthread_mutex_unlock(&transfer->lock);
+    parallel_end();
+    transfer->over = transfer->helped = false;
+}
+
 static void open_chunk(Transfer *transfer)
 {
     const int64_t chunk = transfer->opened;
@@ -506,6 +526,7 @@ static void open_chunk(Transfer *transfer)
     transfer->slices_left[buffer_of(*transfer, chunk)] = slices;
     pthread_cond_broadcast(&transfer->work);
     pthread_mutex_unlock(&transfer->lock);
+    call_workers(transfer);
 }
 
 /* Works, and waits, until all slices of a chunk are copied. */
@@ -521,9 +542,27 @@ static void finish_chunk(Transfer *transfer, int64_t chunk)
     pthread_mutex_unlock(&transfer->lock);
 }
 
-static Status await_buffer(const Transfer &transfer, int64_t chunk)
+static int64_t microseconds(void)
 {
-    CUDA_TRY(cudaEventSynchronize(transfer.ring->events[buffer_of(transfer, chunk)]));
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec * 1000000 + now.tv_nsec / 1000;
+}
+
+/* Waits for the end of the last copy from or to the buffer of a chunk. The GPU may have other work
+ * to do before that, for any time: others can have the workers meanwhile. */
+static Status await_buffer(Transfer *transfer, int64_t chunk)
+{
+    const cudaEvent_t event = transfer->ring->events[buffer_of(*transfer, chunk)];
+    const int64_t begin = microseconds();
+    cudaError_t code;
+    do {
+        code = cudaEventQuery(event);
+        if (code != cudaErrorNotReady) return cuda_status(code, "cudaEventQuery");
+        cuda_ignore(code);
+    } while (microseconds() - begin < PATIENCE_MICROSECONDS);
+    dismiss_workers(transfer);
+    CUDA_TRY(cudaEventSynchronize(event));
     return STATUS_OK;
 }
 
@@ -547,13 +586,13 @@ static Status run_transfer(Transfer *transfer)
     /* Down, the copy engine comes first: it is as many chunks ahead as there are buffers. */
     const int64_t ahead = UP ? 0 : smaller(RING_BUFFERS, chunks);
     for (int64_t chunk = 0; chunk < ahead && status == STATUS_OK; chunk++) {
-        status = await_buffer(*transfer, chunk);
+        status = await_buffer(transfer, chunk);
         if (status == STATUS_OK) status = send_chunk<UP>(*transfer, chunk);
     }
     for (int64_t chunk = 0; chunk < chunks && status == STATUS_OK; chunk++) {
         const int64_t most = smaller(chunk + OPENED_BUFFERS, chunks);
         while (transfer->opened < most && status == STATUS_OK) {
-            status = await_buffer(*transfer, transfer->opened);
+            status = await_buffer(transfer, transfer->opened);
             if (status == STATUS_OK) open_chunk(transfer);
         }
         if (status != STATUS_OK) break;
@@ -594,13 +633,8 @@ static Status transfer_through(Ring *ring, int device, const Box &box, int64_t b
     transfer.chunks = (bytes + transfer.chunk_bytes - 1) / transfer.chunk_bytes;
     if (!UP) plan_populating(&transfer);
 
-    const bool helped = parallel_begin(MOST_WORKERS, 1, help, &transfer);
     Status status = run_transfer<UP>(&transfer);
-    pthread_mutex_lock(&transfer.lock);
-    transfer.over = true;
-    pthread_cond_broadcast(&transfer.work);
-    pthread_mutex_unlock(&transfer.lock);
-    if (helped) parallel_end();
+    dismiss_workers(&transfer);
 
     ring->chunks += transfer.chunks;
     ring->stream = stream;

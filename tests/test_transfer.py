@@ -1,5 +1,6 @@
 """Large copies between NumPy's memory and the GPU: through rings of page-locked buffers."""
 
+import contextlib
 import ctypes
 import functools
 import re
@@ -13,6 +14,7 @@ from operators import ROOT
 
 DEVICE_ERROR = 999
 OUT_OF_MEMORY = 2
+NOT_READY = 600
 
 
 def constant(name):
@@ -290,7 +292,7 @@ def test_a_ring_without_its_events(fake, no_rings):
 
 @pytest.mark.parametrize("mode", ["once", "from then on"])
 @pytest.mark.parametrize("number", [1, 2, RING_BUFFERS, RING_BUFFERS + 1])
-@pytest.mark.parametrize("function", ["cudaMemcpyAsync", "cudaEventRecord", "cudaEventSynchronize"])
+@pytest.mark.parametrize("function", ["cudaMemcpyAsync", "cudaEventRecord", "cudaEventQuery"])
 @pytest.mark.parametrize("scheduler", ["now", "lazy"])
 def test_a_call_fails_half_way(fake, function, number, mode, scheduler):
     gpuops = fake.gpuops
@@ -308,6 +310,20 @@ def test_a_call_fails_half_way(fake, function, number, mode, scheduler):
         round_trip(gpuops, x)
         x[0] -= 1
     np.testing.assert_array_equal(d.to_host(), x)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_gpu_that_is_busy_for_long(fake, fails):
+    """Then the workers are given back, and called again."""
+    x = numbers(ABOVE)
+    with contextlib.ExitStack() as stack:
+        enter = stack.enter_context
+        enter(fake.fake.fail(1, NOT_READY, "from then on", "cudaEventQuery"))
+        if fails:
+            enter(fake.fake.fail(2, DEVICE_ERROR, "once", "cudaEventSynchronize"))
+            enter(pytest.raises(fake.gpuops.DeviceError, match="cudaEventSynchronize"))
+        round_trip(fake.gpuops, x)
+    round_trip(fake.gpuops, x)
 
 
 @pytest.mark.parametrize("scheduler", ["now", "lazy"])
@@ -439,7 +455,7 @@ def test_no_more_rings_than_the_limit_allows(fake_device, limit, most):
     """As long as nobody can tell that work is over, each stream's copy keeps its ring."""
     source = """
 x = numbers(LEAST_RING_BYTES)
-with fake.fail(1, DEVICE_ERROR, "from then on", "cudaEventQuery"):
+with fake.fail(1, NOT_READY, "from then on", "cudaEventQuery"):
     arrays = [gpuops.to_device(x, stream=gpuops.Stream()) for _ in range(20)]
     print(rings() * RING_BYTES)
 assert all((d.to_host() == x).all() for d in arrays)
