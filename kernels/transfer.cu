@@ -202,6 +202,7 @@ static Status copy_stretch(char *host, char *device, int64_t bytes, void *stream
 
 constexpr int RING_BUFFERS = 4;   /* some with the workers, the others with the copy engine: */
 constexpr int OPENED_BUFFERS = 2; /* so that nobody is idle while the last slices are copied */
+static_assert(OPENED_BUFFERS < RING_BUFFERS, "the copy engine would have none");
 constexpr int64_t BUFFER_BYTES = 4 << 20; /* long enough for the bus to take no note of the gaps */
 constexpr int64_t RING_BYTES = RING_BUFFERS * BUFFER_BYTES;
 /* What a worker takes at a time: long against the taking, short against the wait for the last. */
