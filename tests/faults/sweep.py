@@ -97,7 +97,13 @@ PAIRED = [
 ]
 
 # The arrangements of each operator on which allocations fail; of the other groups it is all paths.
-STARVED = ["host arrays", "device arrays", "device arrays, out", "arrays of another library"]
+STARVED = [
+    "host arrays",
+    "buffers",
+    "device arrays",
+    "device arrays, out",
+    "arrays of another library",
+]
 # Nobody says how many allocations there are; some are done without. After so many such, it is taken
 # that there are no more.
 MOST_TOLERATED = 10
