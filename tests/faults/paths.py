@@ -8,12 +8,14 @@ import contextlib
 import copy
 import ctypes
 import functools
+import importlib
 import pickle
 from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 from capsules import Producer, new_kind
+from faults.apart import apart
 from operators import OPERATORS, is_in_place, parameters_of, required_arguments
 from rtc import SAXPY, SAXPY_TYPES, cubin, saxpy_twin
 
@@ -740,7 +742,21 @@ GLOBAL = SAXPY + "\n__device__ double table[4] = {1, 2, 3, 4};\n"
 
 @functools.cache
 def machine_code(gpuops):
-    """Compiled before any call fails, and without a call of CUDA."""
+    """Compiled before any call fails, and without a call of CUDA; None without NVRTC.
+
+    Another process opens that. In this one it would have every fork copy what it brings along, and
+    a sweep forks for each of its steps.
+    """
+    code, status = apart(compile_here, gpuops)
+    assert status == 0, f"NVRTC's process ended with {status}"
+    return code
+
+
+def compile_here(gpuops):
+    try:
+        importlib.import_module(f"{gpuops.__name__}._compile").find_nvrtc()
+    except gpuops.CompileError:
+        return None
     return cubin(gpuops, GLOBAL, ARCHITECTURE)[0]
 
 

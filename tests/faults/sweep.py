@@ -18,8 +18,6 @@ import contextlib
 import gc
 import importlib
 import os
-import pickle
-import signal
 import sys
 import tempfile
 import traceback
@@ -37,6 +35,7 @@ try:
 except ImportError:  # an interpreter without its own tests
     set_nomemory = None
 from faults import build  # noqa: E402
+from faults.apart import apart  # noqa: E402
 from faults.fake import Fake, load_package  # noqa: E402
 from faults.paths import (  # noqa: E402
     OPERATOR_NAMES,
@@ -79,7 +78,6 @@ FATAL = [
 NO_MEMORY = "no memory"  # a mode: it is not CUDA's call that fails, but Python's allocation
 ALWAYS_NO_MEMORY = "no memory from then on"
 
-SECONDS = 60  # after which a step hangs
 NEVER = 1 << 30
 
 # Where both of two calls fail, for what is released on the way out of a failure.
@@ -140,6 +138,9 @@ class Device(NamedTuple):
 def load(folder=None):
     folder = Path(folder or os.environ.get("GPUOPS_FAKE_BUILD") or build.folder_of())
     gpu = Device(load_package(folder), Fake(folder / "cudart"))
+    # A large import, for what Python makes when it first needs it, such as a thread's dictionary:
+    # without memory for that it raises all kinds of errors, but no MemoryError.
+    importlib.import_module(f"{gpu.gpuops.__name__}._compile")
     gc.freeze()  # what is there now is not looked at, and so not copied, in any step's process
     return gpu
 
@@ -367,29 +368,8 @@ class Step:
 
 def run_step(gpu, path, strikes=(), expected=None):
     """Runs a step in a process of its own."""
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            os.close(reader)
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.__stdout__.fileno())  # kernels may print
-            signal.alarm(SECONDS)
-            outcome = run_here(gpu, path, strikes, expected)
-            with open(writer, "wb") as pipe:
-                pickle.dump(outcome, pipe)
-            status = 0
-        finally:
-            os._exit(status)
-    os.close(writer)
-    with open(reader, "rb") as pipe:
-        sent = pipe.read()
-    _, status = os.waitpid(child, 0)
-    if status != 0 or not sent:
-        return Outcome(
-            f"the process ended with {os.waitstatus_to_exitcode(status)}", True, [], None, {}
-        )
-    return pickle.loads(sent)
+    outcome, status = apart(run_here, gpu, path, strikes, expected)
+    return outcome or Outcome(f"the process ended with {status}", True, [], None, {})
 
 
 def run_here(gpu, path, strikes, expected):
@@ -506,19 +486,8 @@ def is_starved(path):
     return str(path) not in NOT_STARVED
 
 
-def has_nvrtc(gpu):
-    compiler = importlib.import_module(f"{gpu.gpuops.__name__}._compile")
-    try:
-        compiler.find_nvrtc()
-    except gpu.gpuops.CompileError:
-        return False
-    return True
-
-
 def sweep_all(gpu, paths, sweep, workers):
     """Sweeps over paths in several processes, prints the failures, and tells if there are any."""
-    if any(path.needs_nvrtc for path in paths):
-        machine_code(gpu.gpuops)
     # Whoever is free takes the next number out of the pipe.
     queue, numbers = os.pipe()
     os.write(numbers, b"".join(number.to_bytes(2, "big") for number in range(len(paths))))
@@ -563,12 +532,12 @@ def run(words):
     words = [word for word in words if not word.startswith("--")]
     if len(words) < 4:
         paths = [p for name, p in PATHS.items() if not words or words[0] in (name, p.group)]
-        if not has_nvrtc(gpu):
-            paths = [path for path in paths if not path.needs_nvrtc]
         if chosen is sweep_pairs:
             paths = [path for path in paths if str(path) in PAIRED]
         if chosen is sweep_memory:
             paths = [path for path in paths if is_starved(path)]
+        if any(path.needs_nvrtc for path in paths) and not machine_code(gpu.gpuops):
+            paths = [path for path in paths if not path.needs_nvrtc]
         return sweep_all(gpu, paths, chosen, os.cpu_count())
     path = PATHS[words[0]]
     if path.needs_nvrtc:

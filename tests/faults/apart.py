@@ -1,0 +1,31 @@
+"""Calls a function in a process of its own, which is forked from this one."""
+
+import os
+import pickle
+import signal
+import sys
+
+SECONDS = 60  # after which it hangs
+
+
+def apart(function, *arguments):
+    """Return what the function returns, or None where it does not, and the exit status."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            os.close(reader)
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.__stdout__.fileno())  # kernels may print
+            signal.alarm(SECONDS)
+            result = function(*arguments)
+            with open(writer, "wb") as pipe:
+                pickle.dump(result, pipe)
+            status = 0
+        finally:
+            os._exit(status)
+    os.close(writer)
+    with open(reader, "rb") as pipe:
+        sent = pipe.read()
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return pickle.loads(sent) if status == 0 else None, status
