@@ -433,9 +433,11 @@ def sweep(gpu, path):
         for strike in strikes_at(number, shift):
             outcome = run_step(gpu, path, [strike], expected)
             steps += 1
-            reached = outcome.reached
             if outcome.problem:
                 failures.append(describe(path, [strike], outcome))
+            reached = outcome.reached
+            if not reached:
+                break  # nothing has failed, nor would it in any other mode
     return failures, steps
 
 
