@@ -73,6 +73,12 @@ def pytest_sessionstart(session):
             pytest.exit(f"--require-fake: {problem}", returncode=1)
 
 
+def pytest_collection_finish(session):
+    """A test that collects garbage does not wait until the collector has looked at all tests."""
+    gc.collect()
+    gc.freeze()
+
+
 def gpu_problem():
     """Why there is no GPU to test on, or None."""
     import gpuops
