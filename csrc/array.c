@@ -883,6 +883,6 @@ static PyType_Spec array_spec = {
 
 int add_array_type(PyObject *module, State *state)
 {
-    state->array_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &array_spec, NULL);
-    return state->array_type == NULL ? -1 : PyModule_AddType(module, state->array_type);
+    state->array_type = add_type(module, &array_spec);
+    return state->array_type == NULL ? -1 : 0;
 }

@@ -249,7 +249,9 @@ extern PyMethodDef create_methods[]; /* to_device, empty, zeros, asarray, memory
 
 /* stream.c: each gives one more reference, or NULL with an exception. */
 int add_stream_types(PyObject *module, State *state);
-PyTypeObject *add_type(PyObject *module, PyType_Spec *spec); /* a new reference */
+/* A type, and one that the module has under its name: new references. */
+PyTypeObject *new_type(PyObject *module, PyType_Spec *spec);
+PyTypeObject *add_type(PyObject *module, PyType_Spec *spec);
 /* What a stream= argument names on a device: an object with __cuda_stream__, or None for the
  * current stream of this thread (`with stream:`), which is the legacy default stream unless it was
  * set. */

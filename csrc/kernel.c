@@ -679,7 +679,7 @@ int add_kernel_types(PyObject *module, State *state)
 {
     state->kernel_type = add_type(module, &kernel_spec);
     if (state->kernel_type == NULL) return -1;
-    state->launcher_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &launcher_spec, NULL);
+    state->launcher_type = new_type(module, &launcher_spec);
     if (state->launcher_type == NULL) return -1;
     state->attributes_type = new_attributes_type();
     return state->attributes_type == NULL ? -1 : 0;

@@ -35,20 +35,21 @@ static PyObject *add_exception(PyObject *module, const char *name, const char *d
     return error;
 }
 
-static PyObject *shut_down(PyObject *module, PyObject *unused)
+static PyObject *shut_down(PyObject *nothing, PyObject *unused)
 {
-    (void)module;
+    (void)nothing;
     (void)unused;
     runtime_shut_down();
     Py_RETURN_NONE;
 }
 
-/* From then on nobody can tell what the driver has already taken down. */
-static int leave_at_exit(PyObject *module)
+/* From then on nobody can tell what the driver has already taken down. The function is not the
+ * module's, which it would keep alive where the import fails after all. */
+static int leave_at_exit(void)
 {
     static PyMethodDef method = {"_shut_down", shut_down, METH_NOARGS,
-                                 "_shut_down($module)\n--\n\nLeave what is left to the driver."};
-    PyObject *function = PyCFunction_NewEx(&method, module, NULL);
+                                 "_shut_down()\n--\n\nLeave what is left to the driver."};
+    PyObject *function = PyCFunction_NewEx(&method, NULL, NULL);
     PyObject *atexit = function == NULL ? NULL : PyImport_ImportModule("atexit");
     PyObject *done = atexit == NULL ? NULL : PyObject_CallMethod(atexit, "register", "O", function);
     const int result = done == NULL ? -1 : 0;
@@ -67,10 +68,20 @@ static int require_main_interpreter(void)
     return -1;
 }
 
+/* As NumPy's import_array1, which makes an ImportError even of a want of memory. */
+static int import_numpy(void)
+{
+    if (_import_array() == 0) return 0;
+    if (PyErr_ExceptionMatches(PyExc_MemoryError)) return -1;
+    PyErr_Print();
+    PyErr_SetString(PyExc_ImportError, "numpy._core.multiarray failed to import");
+    return -1;
+}
+
 static int execute(PyObject *module)
 {
     if (require_main_interpreter() < 0) return -1;
-    import_array1(-1);
+    if (import_numpy() < 0) return -1;
     blas_set_finder(find_blas);
     State *state = PyModule_GetState(module);
 
@@ -113,8 +124,8 @@ static int execute(PyObject *module)
                                     module_methods};
     for (size_t i = 0; i < sizeof methods / sizeof methods[0]; i++)
         if (PyModule_AddFunctions(module, methods[i]) < 0) return -1;
-    if (leave_at_exit(module) < 0) return -1;
-    return PyModule_AddStringConstant(module, "__version__", GPUOPS_VERSION);
+    if (PyModule_AddStringConstant(module, "__version__", GPUOPS_VERSION) < 0) return -1;
+    return leave_at_exit();
 }
 
 static int traverse(PyObject *module, visitproc visit, void *arg)

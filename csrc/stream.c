@@ -813,9 +813,17 @@ static PyType_Spec event_spec = {
     .slots = event_type_slots,
 };
 
-PyTypeObject *add_type(PyObject *module, PyType_Spec *spec)
+PyTypeObject *new_type(PyObject *module, PyType_Spec *spec)
 {
     PyTypeObject *type = (PyTypeObject *)PyType_FromModuleAndSpec(module, spec, NULL);
+    /* Python 3.11 says nothing where it has no memory for the name. */
+    if (type == NULL && !PyErr_Occurred()) PyErr_NoMemory();
+    return type;
+}
+
+PyTypeObject *add_type(PyObject *module, PyType_Spec *spec)
+{
+    PyTypeObject *type = new_type(module, spec);
     if (type != NULL && PyModule_AddType(module, type) < 0) Py_CLEAR(type);
     return type;
 }
