@@ -733,6 +733,49 @@ cpu_path("an index that is not there", "gather", SQUARE, np.array([9]))
 cpu_path("values of another dtype", "scatter_add", np.zeros(3), np.array([0, 1]), np.ones(2, "i4"))
 cpu_path("an out that an operand meets", "gather", SQUARE, np.array([2, 1, 0]), out=SQUARE.copy())
 cpu_path("a list", "gather", [[1.0, 2.0], [3.0, 4.0]], [1, 0])
+cpu_path("a dtype of complex numbers", "add", SQUARE, 1j)
+cpu_path("a dtype that is asked for", "correlate", SQUARE, np.ones((2, 2)), output="f4")
+cpu_path("an origin", "correlate", SQUARE, np.ones((2, 2)), origin=(0, -1))
+cpu_path("an argument that there is not", "gather", SQUARE, np.array([0]), nonsense=1)
+
+
+def told(function, *arguments, **options):
+    """What a call that is bound to fail says."""
+    try:
+        return function(*arguments, **options)
+    except (BufferError, KeyError, OverflowError, RuntimeError, TypeError, ValueError) as error:
+        if isinstance(error, RecursionError):
+            raise
+        return type(error).__name__, str(error)
+
+
+def quiet_path(name, call, **options):
+    """A call that needs neither the GPU nor an array."""
+    add(Path("cpu", name, lambda gpu: Case(lambda: call(gpu.gpuops)), **options))
+
+
+quiet_path("a greeting", lambda gpuops: gpuops.hello(2, 3, device="cpu"))
+quiet_path("the configuration", lambda gpuops: gpuops._core._config()["version"])
+quiet_path("an unknown device", lambda gpuops: told(gpuops.hello, device="here"))
+quiet_path("an ordinal below zero", lambda gpuops: told(gpuops.hello, device=-1))
+quiet_path("threads beyond a block", lambda gpuops: told(gpuops.hello, threads=2000))
+quiet_path(
+    "a module on an unknown device",
+    lambda gpuops: told(gpuops._core._load_module, b"", {}, "here", {}),
+)
+quiet_path("a pointer", lambda gpuops: repr(gpuops.Pointer(77)))
+quiet_path("an address", lambda gpuops: gpuops.Pointer(1 << 40).address)
+quiet_path("an address below zero", lambda gpuops: told(gpuops.Pointer, -1))
+quiet_path("a wrapped list", lambda gpuops: repr(gpuops.In([1, 2])))
+
+
+@path("cpu")
+def the_default_device(gpu):
+    def run():
+        with gpu.gpuops.device("auto"), gpu.gpuops.device("cuda"), gpu.gpuops.device(3):
+            return gpu.gpuops._core._exchange_device(3)
+
+    return Case(run)
 
 
 # Kernels that are compiled at run time.
@@ -802,6 +845,34 @@ def a_module(gpu):
         return kernel.name, kernel.attributes.registers >= 0, module.get_global("table").nbytes
 
     return Case(run)
+
+
+# Of these only Python's memory can run out.
+
+
+def described_path(prepare):
+    return path("cpu", needs_nvrtc=True)(prepare)
+
+
+@described_path
+def what_a_module_shows(gpu):
+    load = gpu.gpuops._core._load_module
+    code, kernels = (
+        machine_code(gpu.gpuops),
+        {"saxpy": ("saxpy", SAXPY_TYPES), "other": ("o", None)},
+    )
+
+    def run():
+        module = load(code, kernels, None, {"table": "table"})
+        return repr(module), module.kernels, module.device, len(module.cubin)
+
+    return Case(run)
+
+
+@described_path
+def kernels_of_machine_code(gpu):
+    code = machine_code(gpu.gpuops)
+    return Case(lambda: gpu.gpuops._core._cubin_kernels(code))
 
 
 @kernel_path
