@@ -373,9 +373,9 @@ def starves(strikes):
 
 def run_step(gpu, path, strikes=(), expected=None):
     """Runs a step in a process of its own."""
-    # Where Python's memory fails the process ends as C ends one, which writes what gcov has counted:
-    # the ways out of that are taken nowhere else. Of CUDA's errors other tests take them, and there
-    # are too many steps for the 6 ms that it lasts.
+    # Where Python's memory fails the process ends as C ends one, which writes what gcov has
+    # counted: the ways out of that are taken nowhere else. Of CUDA's errors other tests take them,
+    # and there are too many steps for the 6 ms that it lasts.
     leave = ctypes.CDLL(None).exit if starves(strikes) else os._exit
     outcome, status = apart(run_here, gpu, path, strikes, expected, leave=leave)
     outcome = outcome or Outcome(None, True, [], None, {})
