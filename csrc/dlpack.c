@@ -475,9 +475,10 @@ int has_dlpack(PyTypeObject *type)
  * arguments, which shows as a TypeError. */
 static PyObject *call_dlpack(PyObject *object, const Stream *stream)
 {
-    PyObject *result = NULL, *value = NULL, *arguments = PyTuple_New(0), *keywords = PyDict_New();
+    PyObject *result = NULL, *value = NULL, *arguments = NULL, *keywords = NULL;
     PyObject *method = PyObject_GetAttrString(object, "__dlpack__");
-    if (method == NULL || arguments == NULL || keywords == NULL) goto done;
+    if (method == NULL || (arguments = PyTuple_New(0)) == NULL || (keywords = PyDict_New()) == NULL)
+        goto done;
     if (stream != NULL) {
         value = PyLong_FromSize_t((size_t)stream_handle(stream));
         if (value == NULL || PyDict_SetItemString(keywords, "stream", value) < 0) goto done;

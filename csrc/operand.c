@@ -314,11 +314,10 @@ int kind_on_device(PyObject *object, Kind *kind)
 /* namespace.asarray(array, device=like.device), and without device= where that is not taken. */
 static PyObject *namespace_asarray(PyObject *namespace, PyObject *like, PyObject *array)
 {
-    PyObject *result = NULL, *device = NULL, *arguments = PyTuple_Pack(1, array);
-    PyObject *keywords = PyDict_New();
+    PyObject *result = NULL, *device = NULL, *arguments = NULL, *keywords = NULL;
     PyObject *function = PyObject_GetAttrString(namespace, "asarray");
-    if (arguments == NULL || keywords == NULL || function == NULL ||
-        find_attribute(like, "device", &device) < 0 ||
+    if (function == NULL || (arguments = PyTuple_Pack(1, array)) == NULL ||
+        (keywords = PyDict_New()) == NULL || find_attribute(like, "device", &device) < 0 ||
         (device != NULL && PyDict_SetItemString(keywords, "device", device) < 0))
         goto done;
     result = PyObject_Call(function, arguments, keywords);

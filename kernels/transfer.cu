@@ -200,8 +200,8 @@ static Status copy_stretch(char *host, char *device, int64_t bytes, void *stream
  * A ring is lent to one copy at a time. The last chunks of a copy up may still be on their way when
  * the ring is given back; whoever has it next waits for its events, buffer by buffer. */
 
-constexpr int RING_BUFFERS = 4;   /* some with the workers, the others with the copy engine: */
-constexpr int OPENED_BUFFERS = 2; /* so that nobody is idle while the last slices are copied */
+constexpr int RING_BUFFERS = 6;   /* some with the workers, the others with the copy engine: */
+constexpr int OPENED_BUFFERS = 3; /* so that nobody is idle while the last slices are copied */
 static_assert(OPENED_BUFFERS < RING_BUFFERS, "the copy engine would have none");
 constexpr int64_t BUFFER_BYTES = 4 << 20; /* long enough for the bus to take no note of the gaps */
 constexpr int64_t RING_BYTES = RING_BUFFERS * BUFFER_BYTES;
@@ -210,7 +210,7 @@ constexpr int64_t SLICE_BYTES = 256 << 10;
 constexpr int MOST_WORKERS = 8;                 /* with the caller more than enough for the bus */
 constexpr int64_t PATIENCE_MICROSECONDS = 1000; /* of the caller, who keeps the workers waiting */
 /* Below this, the driver's own way is faster than waking the workers. */
-constexpr int64_t LEAST_RING_BYTES = 512 << 10;
+constexpr int64_t LEAST_RING_BYTES = 2 << 20;
 constexpr int LEAST_CHUNKS = 4; /* of a copy, so that short ones overlap as well */
 /* Stores that go around the cache save it the reading of what they overwrite. */
 constexpr int64_t LEAST_STREAMED_BYTES = 4 << 10;

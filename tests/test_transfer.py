@@ -450,7 +450,10 @@ def test_limit_of_page_locked_memory_of_threads(fake_device, limit):
     assert min(most, 1) <= float(said) <= most
 
 
-@pytest.mark.parametrize(("limit", "most"), [(None, 256 << 20), (3 * RING_BYTES, 3 * RING_BYTES)])
+@pytest.mark.parametrize(
+    ("limit", "most"),
+    [(None, (256 << 20) // RING_BYTES * RING_BYTES), (3 * RING_BYTES, 3 * RING_BYTES)],
+)
 def test_no_more_rings_than_the_limit_allows(fake_device, limit, most):
     """As long as nobody can tell that work is over, each stream's copy keeps its ring."""
     source = """

@@ -179,6 +179,9 @@ def prepare_operator(operator, arrange, arrange_out, options, gpu):
     operands = arrange(gpu, arrays)
     if is_in_place(operator):
         outputs = operands[:1]
+        # NumPy may find no memory to look at what it is not itself.
+        view = operands[0]
+        target = np.asarray(view) if isinstance(view, memoryview | array.array) else view
 
     def run():
         result = function(*operands, **keywords)
@@ -186,7 +189,6 @@ def prepare_operator(operator, arrange, arrange_out, options, gpu):
             # Of a kind of its own, a result is looked at through what it holds.
             return on_host(getattr(result, "data", result) if arrange is exchanged else result)
         assert result is None
-        target = operands[0]
         return np.array(
             on_host(getattr(target, "data", target) if arrange is exchanged else target)
         )
@@ -771,8 +773,11 @@ quiet_path("a wrapped list", lambda gpuops: repr(gpuops.In([1, 2])))
 
 @path("cpu")
 def the_default_device(gpu):
+    # Without memory for one, Python's thread-local objects are a SystemError.
+    auto, cuda, third = (gpu.gpuops.device(spec) for spec in ("auto", "cuda", 3))
+
     def run():
-        with gpu.gpuops.device("auto"), gpu.gpuops.device("cuda"), gpu.gpuops.device(3):
+        with auto, cuda, third:
             return gpu.gpuops._core._exchange_device(3)
 
     return Case(run)
