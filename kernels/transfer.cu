@@ -223,6 +223,7 @@ constexpr int64_t HUGE_PAGE_BYTES = 2 << 20;
 constexpr int64_t POPULATED_AHEAD_BYTES = 32 << 20;
 
 constexpr int64_t DEFAULT_PINNED_LIMIT = 256 << 20;
+constexpr int64_t DIRECT_BYTES = 64 << 10; /* stretches that go to the driver without staging */
 
 struct Ring {
     char *buffers;
@@ -259,28 +260,28 @@ static Status pinned_limit(int64_t *bytes)
     return STATUS_OK;
 }
 
-static void ring_destroy(int device, Ring *ring)
+static void ring_destroy(Ring *ring)
 {
     for (int i = 0; i < RING_BUFFERS; i++)
-        if (ring->events[i] != NULL) event_give(device, ring->events[i]);
+        if (ring->events[i] != NULL) cuda_ignore(cudaEventDestroy(ring->events[i]));
     if (ring->buffers != NULL) cuda_ignore(cudaFreeHost(ring->buffers));
     free(ring);
 }
 
-/* NULL where there is no memory to be page-locked, or where CUDA fails. */
-static Ring *ring_create(int device)
+/* NULL where there is no memory to be page-locked, or where CUDA fails. The events are the ring's
+ * own: those of the store may still stand for the work of others. */
+static Ring *ring_create(void)
 {
     Ring *ring = static_cast<Ring *>(calloc(1, sizeof *ring));
     if (ring == NULL) return NULL;
     void *memory = NULL;
-    const cudaError_t code = cudaHostAlloc(&memory, (size_t)RING_BYTES, cudaHostAllocDefault);
-    cuda_ignore(code);
+    cudaError_t code = cudaHostAlloc(&memory, (size_t)RING_BYTES, cudaHostAllocDefault);
     ring->buffers = code == cudaSuccess ? static_cast<char *>(memory) : NULL;
-    bool made = ring->buffers != NULL;
-    for (int i = 0; i < RING_BUFFERS && made; i++)
-        made = event_take(device, &ring->events[i]) == STATUS_OK;
-    if (made) return ring;
-    ring_destroy(device, ring);
+    for (int i = 0; i < RING_BUFFERS && code == cudaSuccess; i++)
+        code = cudaEventCreateWithFlags(&ring->events[i], cudaEventDisableTiming);
+    cuda_ignore(code);
+    if (code == cudaSuccess) return ring;
+    ring_destroy(ring);
     return NULL;
 }
 
@@ -311,6 +312,13 @@ static bool ring_is_ready(Ring *ring, int device, cudaStream_t stream)
     return (same && !ring->unmarked) || ring_is_over(ring, device);
 }
 
+static void room_for_one_more(void)
+{
+    pthread_mutex_lock(&rings.lock);
+    rings.bytes -= RING_BYTES;
+    pthread_mutex_unlock(&rings.lock);
+}
+
 /* NULL where all are in use, and the limit allows no more. */
 static Ring *ring_take(int device, cudaStream_t stream, int64_t limit)
 {
@@ -323,12 +331,9 @@ static Ring *ring_take(int device, cudaStream_t stream, int64_t limit)
     if (grows) rings.bytes += RING_BYTES;
     pthread_mutex_unlock(&rings.lock);
     if (!grows) return ring;
-    ring = ring_create(device);
-    if (ring != NULL) return ring;
-    pthread_mutex_lock(&rings.lock);
-    rings.bytes -= RING_BYTES;
-    pthread_mutex_unlock(&rings.lock);
-    return NULL;
+    ring = ring_create();
+    if (ring == NULL) room_for_one_more();
+    return ring;
 }
 
 static void ring_give(int device, Ring *ring)
@@ -342,18 +347,25 @@ static void ring_give(int device, Ring *ring)
 void transfer_flush(int device)
 {
     in_spite_of_captures([&] {
+        Ring *over = NULL; /* to be destroyed without the lock, since that may wait for the GPU */
         pthread_mutex_lock(&rings.lock);
         for (Ring **link = &rings.idle[device]; *link != NULL;) {
             Ring *ring = *link;
             if (ring_is_over(ring, device)) {
                 *link = ring->next;
-                rings.bytes -= RING_BYTES;
-                ring_destroy(device, ring);
+                ring->next = over;
+                over = ring;
             } else {
                 link = &ring->next;
             }
         }
         pthread_mutex_unlock(&rings.lock);
+        while (over != NULL) {
+            Ring *ring = over;
+            over = ring->next;
+            ring_destroy(ring);
+            room_for_one_more();
+        }
     });
 }
 
@@ -461,10 +473,12 @@ static void take_slice(Transfer *transfer)
     if (--transfer->slices_left[buffer] == 0) pthread_cond_signal(&transfer->done);
 }
 
-static bool is_to_populate(const Transfer *transfer)
+static bool is_to_populate(Transfer *transfer)
 {
     const char *reached =
         transfer->box->base + transfer->begin + transfer->taken_slices * SLICE_BYTES;
+    const int64_t passed = reached - transfer->populated; /* and written to, without help */
+    if (passed > 0) transfer->populated += passed / HUGE_PAGE_BYTES * HUGE_PAGE_BYTES;
     return transfer->populated < transfer->populated_end &&
            transfer->populated - reached < POPULATED_AHEAD_BYTES;
 }
@@ -668,7 +682,9 @@ static Status ring_transfer(const Box &box, int64_t begin, int64_t bytes, char *
     int64_t limit;
     Status status = pinned_limit(&limit);
     if (status != STATUS_OK || limit < RING_BYTES || is_captured(stream)) return status;
-    if (box.ndim == 0 && host_memory_is_pinned(box.base + begin)) return STATUS_OK;
+    const bool is_direct = box.ndim == 0 || box.item_bytes >= DIRECT_BYTES;
+    if (is_direct && host_memory_is_pinned(box_place(box, begin / box.item_bytes)))
+        return STATUS_OK;
     int current;
     const cudaError_t code = cudaGetDevice(&current);
     cuda_ignore(code);
@@ -685,7 +701,6 @@ static Status ring_transfer(const Box &box, int64_t begin, int64_t bytes, char *
 /* The driver's way. */
 
 constexpr int64_t STAGING_BYTES = 4 << 20;
-constexpr int64_t DIRECT_BYTES = 64 << 10; /* what goes to the driver without staging */
 
 template <bool UP>
 static Status box_transfer(const Box &box, int64_t begin, int64_t end, char *device, void *stream)

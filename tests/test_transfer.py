@@ -259,6 +259,20 @@ def test_a_stream_that_is_held_up_holds_up_no_other(fake, no_rings):
         np.testing.assert_array_equal(d.to_host(), x[: d.size])
 
 
+def test_a_new_ring_has_nothing_to_do_with_what_others_wait_for(fake, no_rings):
+    """An event that one stream has just waited for another by is not one of the ring's."""
+    gpuops = fake.gpuops
+    fake.fake.set_scheduler("lazy")
+    held_up, waiting = gpuops.Stream(), gpuops.Stream()
+    arrays = [gpuops.to_device(np.arange(1000.0), stream=held_up) for _ in range(10)]
+    waiting.wait(held_up)
+    pending = fake.fake.pending()
+    x = numbers(RING_BYTES)
+    np.testing.assert_array_equal(gpuops.to_device(x, stream=gpuops.Stream()).to_host(), x)
+    assert fake.fake.pending() >= pending
+    del arrays
+
+
 def test_two_devices(fake, no_rings):
     x, y = numbers(ABOVE), numbers(ABOVE, 1)
     on_both = [fake.gpuops.to_device(x, device=0), fake.gpuops.to_device(y, device=1)]
@@ -351,9 +365,10 @@ def test_work_that_nothing_marks_the_end_of(fake, no_rings, scheduler):
 def test_while_another_stream_is_captured(fake):
     gpuops = fake.gpuops
     x = numbers(ABOVE)
-    captured = gpuops.Stream()
+    captured, drawn_in = gpuops.Stream(), gpuops.Stream()
     fake.fake.set_capturing(captured.ptr, True)
     try:
+        drawn_in.wait(captured)  # by an event that then stands for nothing but the capture
         d = gpuops.to_device(x, stream=gpuops.Stream())
         np.testing.assert_array_equal(d.to_host(), x)
         with pytest.raises(ValueError, match="captured into a graph"):
