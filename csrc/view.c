@@ -101,21 +101,23 @@ int fill_view(PyArrayObject *array, const char *name, View *view)
 
 /* A memoryview keeps the exporter's buffer for as long as the array lives, so that for example an
  * array.array cannot be resized in the middle of a call. NumPy takes a view of that view; without
- * memory for one it goes through the items, which it copies, or which memoryviews of several
- * dimensions refuse to give. */
+ * memory for one it goes through the items instead, which are copied or refused. So whatever is not
+ * a view of the memory is tried once more, and an error of the exporter's own comes again. */
 static PyArrayObject *array_of_buffer(PyObject *object)
 {
     PyObject *view = PyMemoryView_FromObject(object);
-    if (view == NULL) return NULL;
-    PyArrayObject *array = (PyArrayObject *)PyArray_FromAny(view, NULL, 0, 0, 0, NULL);
-    Py_DECREF(view);
-    const bool by_items =
-        array != NULL ? PyArray_BASE(array) == NULL || !PyMemoryView_Check(PyArray_BASE(array))
-                      : PyErr_ExceptionMatches(PyExc_NotImplementedError) ||
-                            PyErr_ExceptionMatches(PyExc_TypeError);
-    if (!by_items) return array;
-    release(array);
-    return (PyArrayObject *)PyErr_NoMemory();
+    PyArrayObject *array = NULL;
+    for (int attempt = 0; attempt < 2 && view != NULL && array == NULL; attempt++) {
+        PyErr_Clear();
+        array = (PyArrayObject *)PyArray_FromAny(view, NULL, 0, 0, 0, NULL);
+        if (array != NULL &&
+            (PyArray_BASE(array) == NULL || !PyMemoryView_Check(PyArray_BASE(array)))) {
+            release(array);
+            array = (PyArrayObject *)PyErr_NoMemory();
+        }
+    }
+    Py_XDECREF(view);
+    return array;
 }
 
 PyArrayObject *as_array(PyObject *object, const char *name)

@@ -3,6 +3,7 @@
 import array
 import ctypes
 import mmap
+import re
 import threading
 
 import numpy as np
@@ -952,6 +953,27 @@ def test_mmap(gpuops):
         gpuops.gather(b"xyz", [2, 1, 0], out=out)
         assert memory[8:11] == b"zyx"
         out.release()
+
+
+class BitField(ctypes.Structure):
+    _fields_ = [("low", ctypes.c_int, 3), ("high", ctypes.c_int, 5)]
+
+
+class PointerOrNot(ctypes.Union):
+    _fields_ = [("pointer", ctypes.POINTER(ctypes.c_int)), ("text", ctypes.c_char * 3)]
+
+
+class FunctionOrNot(ctypes.Union):
+    _fields_ = [("function", ctypes.CFUNCTYPE(None)), ("text", ctypes.c_char * 3)]
+
+
+@pytest.mark.filterwarnings("ignore:A builtin ctypes object gave a PEP3118 format:RuntimeWarning")
+@pytest.mark.parametrize("kind", [BitField, PointerOrNot, FunctionOrNot])
+def test_buffers_that_numpy_has_no_dtype_for(gpuops, kind):
+    with pytest.raises((TypeError, NotImplementedError)) as expected:
+        np.asarray((kind * 2)())
+    with pytest.raises(expected.type, match=re.escape(str(expected.value))):
+        gpuops.gather((kind * 2)(), [0])
 
 
 def test_ctypes(gpuops):

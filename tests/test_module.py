@@ -66,8 +66,8 @@ gc.freeze()  # what is there now is not looked at again
 number = failures = successes = 0
 while successes < 10:  # in a row, because some allocations are done without
     number += 1
-    for last in (number + 1, 0):
-        module = attempt(number, last)
+    for last in (number, 0):
+        module = attempt(number - 1, last)
         if module is None:
             failures, successes = failures + 1, 0
         else:

@@ -82,6 +82,11 @@ def test_each_operator_has_its_files(operator):
     assert (ROOT / "benchmarks" / f"bench_{operator.stem}.py").is_file()
 
 
+@pytest.mark.parametrize("operator", OPERATORS, ids=lambda operator: operator.name)
+def test_memcheck_calls_each_operator(operator):
+    assert re.search(rf"gpuops\.{operator.name}\b", (ROOT / "tests/memcheck.py").read_text())
+
+
 def test_every_kernel_file_belongs_to_something():
     """To an operator, whose stem its name begins with, or to what all share."""
     shared = {"runtime", "stream", "memory", "transfer", "copy", "convert", "each", "index"}

@@ -433,9 +433,11 @@ def fill_a_slice(gpu):
 @path("arrays")
 def new_arrays(gpu):
     gpuops = gpu.gpuops
+    # Without memory for one, Python's thread-local objects are a SystemError.
+    cuda = gpuops.device("cuda")
 
     def run():
-        with gpuops.device("cuda"):
+        with cuda:
             empty = gpuops.empty((3, 4), "f4")
             return (
                 gpuops.zeros((3, 4), "f4").to_host(),
@@ -773,7 +775,6 @@ quiet_path("a wrapped list", lambda gpuops: repr(gpuops.In([1, 2])))
 
 @path("cpu")
 def the_default_device(gpu):
-    # Without memory for one, Python's thread-local objects are a SystemError.
     auto, cuda, third = (gpu.gpuops.device(spec) for spec in ("auto", "cuda", 3))
 
     def run():
