@@ -182,10 +182,11 @@ if os.environ["GPUOPS_DEVICE"] != "cpu":
 
 def state():
     gc.collect()
-    held = [sys.getrefcount(operand) for operand in operands]
     if os.environ["GPUOPS_DEVICE"] != "cpu":
         gpuops.synchronize()
         gpuops.empty_cache()  # what waited for work on other streams is given back now
+    held = [sys.getrefcount(operand) for operand in operands]
+    if os.environ["GPUOPS_DEVICE"] != "cpu":
         held.append(gpuops.memory_info().used)
     return held
 
