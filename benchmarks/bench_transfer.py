@@ -26,8 +26,9 @@ def measure(run: Run) -> None:
 def cases(run: Run, size: int) -> Iterator[Case]:
     """The way up, and the way down into fresh memory and into memory that is there.
 
-    Beside the peers stand CUDA's driver, called without any library, and the same between
-    page-locked memory and the GPU, which is all that the bus carries.
+    That is to_device and to_host of gpuops, cuda(), cpu() and copy_ of torch, asarray and get of
+    CuPy, and device_put of JAX. Beside the peers stand CUDA's driver, called without any library,
+    and the same between page-locked memory and the GPU, which is all that the bus carries.
     """
     array = run.random.random(size, dtype=numpy.float32)
     name = f"{array.nbytes // MEBI} MiB of pageable memory"
@@ -35,14 +36,10 @@ def cases(run: Run, size: int) -> Iterator[Case]:
     def case(way: str, contestants: dict) -> Case:
         return Case(f"transfer {name}, {way}", contestants, _same, [array], [()], array.nbytes)
 
-    up = {"gpuops.to_device": Contestant(gpuops.to_device, to_numpy=_to_host)}
-    down = {"gpuops to_host": Contestant(_to_host, convert=gpuops.to_device)}
+    up = {"gpuops": Contestant(gpuops.to_device, to_numpy=_to_host)}
+    down = {"gpuops": Contestant(_to_host, convert=gpuops.to_device)}
     fresh = numpy.zeros_like(array)
-    into = {
-        "gpuops to_host(out=)": Contestant(
-            lambda there: there.to_host(out=fresh), convert=gpuops.to_device
-        )
-    }
+    into = {"gpuops": Contestant(lambda there: there.to_host(out=fresh), convert=gpuops.to_device)}
     driver = Driver()
     there = driver.memory_like(array)
     locked = driver.page_locked(array)
@@ -62,24 +59,20 @@ def cases(run: Run, size: int) -> Iterator[Case]:
     into["driver: page-locked"] = Contestant(lambda place: driver.down(locked, place), convert=sent)
     if torch := peers.torch_on_gpu():
         tensor = torch.zeros(size)
-        up["torch cuda()"] = Contestant(
+        up["torch"] = Contestant(
             _waiting(lambda host: torch.from_numpy(host).cuda()), to_numpy=lambda x: x.cpu().numpy()
         )
-        to_torch = up["torch cuda()"].call
-        down["torch cpu()"] = Contestant(lambda there: there.cpu().numpy(), convert=to_torch)
-        into["torch copy_"] = Contestant(
-            lambda there: tensor.copy_(there).numpy(), convert=to_torch
-        )
+        to_torch = up["torch"].call
+        down["torch"] = Contestant(lambda there: there.cpu().numpy(), convert=to_torch)
+        into["torch"] = Contestant(lambda there: tensor.copy_(there).numpy(), convert=to_torch)
     if cupy := peers.cupy_on_gpu():
         other = numpy.zeros_like(array)
-        up["CuPy asarray"] = Contestant(_waiting(cupy.asarray), to_numpy=cupy.asnumpy)
-        down["CuPy get()"] = Contestant(lambda there: there.get(), convert=cupy.asarray)
-        into["CuPy get(out=)"] = Contestant(
-            lambda there: there.get(out=other), convert=cupy.asarray
-        )
+        up["CuPy"] = Contestant(_waiting(cupy.asarray), to_numpy=cupy.asnumpy)
+        down["CuPy"] = Contestant(lambda there: there.get(), convert=cupy.asarray)
+        into["CuPy"] = Contestant(lambda there: there.get(out=other), convert=cupy.asarray)
     if jax := peers.jax_on_gpu():
         # JAX keeps what it fetched, so that it has no way down that could be taken twice.
-        up["JAX device_put"] = Contestant(lambda host: jax.device_put(host).block_until_ready())
+        up["JAX"] = Contestant(lambda host: jax.device_put(host).block_until_ready())
     yield case("up", up)
     yield case("down, fresh memory", down)
     yield case("down, out=", into)
