@@ -172,6 +172,7 @@ typedef struct Block {
     long capture;   /* in which it was allocated, or 0 */
     bool allocated; /* in the order of its stream */
     bool freed;     /* by the caller, though perhaps not yet in the order of the stream */
+    bool mapped;    /* by itself, and not from the heap */
 } Block;
 
 typedef struct Blocks {

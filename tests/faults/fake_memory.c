@@ -4,6 +4,7 @@
 
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 
 #ifdef __SANITIZE_ADDRESS__
 #include <sanitizer/asan_interface.h>
@@ -176,13 +177,27 @@ bool is_inside(const Blocks *blocks, const void *address)
     return false;
 }
 
+/* Memory whose address is none of a float's or an int's: in programs that are not loaded anywhere
+ * (PIE) the heap is where such numbers would be taken for addresses. */
+static void *new_memory(size_t bytes, bool *mapped)
+{
+    void *memory = NULL;
+    if (posix_memalign(&memory, RED_ZONE_BYTES, bytes)) return NULL;
+    *mapped = (uintptr_t)memory <= UINT32_MAX;
+    if (!*mapped) return memory;
+    free(memory);
+    memory = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    return memory == MAP_FAILED ? NULL : memory;
+}
+
 cudaError_t new_block(Block **made, size_t bytes, enum cudaMemoryType type, int device)
 {
     static long allocations;
     Block *block = malloc(sizeof *block);
-    void *memory = NULL;
-    bool fits = bytes < SIZE_MAX / 2;
-    if (!block || !fits || posix_memalign(&memory, RED_ZONE_BYTES, bytes + 2 * RED_ZONE_BYTES)) {
+    bool mapped = false;
+    void *memory =
+        block && bytes < SIZE_MAX / 2 ? new_memory(bytes + 2 * RED_ZONE_BYTES, &mapped) : NULL;
+    if (!memory) {
         free(block);
         return cudaErrorMemoryAllocation;
     }
@@ -191,7 +206,8 @@ cudaError_t new_block(Block **made, size_t bytes, enum cudaMemoryType type, int 
                      .number = ++allocations,
                      .type = type,
                      .device = device,
-                     .allocated = true};
+                     .allocated = true,
+                     .mapped = mapped};
     mend(memory, RED_ZONE_BYTES, RED_ZONE);
     mend(block->data + bytes, RED_ZONE_BYTES, RED_ZONE);
     memset(block->data, POISON, bytes);
@@ -215,7 +231,10 @@ void put_into_quarantine(Block *block)
         check_freed(oldest);
         unsigned char *memory = oldest->data - RED_ZONE_BYTES;
         ASAN_UNPOISON_MEMORY_REGION(memory, oldest->bytes + 2 * RED_ZONE_BYTES);
-        free(memory);
+        if (oldest->mapped)
+            munmap(memory, oldest->bytes + 2 * RED_ZONE_BYTES);
+        else
+            free(memory);
         free(oldest);
     }
 }
