@@ -4,6 +4,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+import threading
 import warnings
 from pathlib import Path
 
@@ -147,3 +148,25 @@ def run_child(gpuops, source, *, timeout=60, **environment):
     assert child.returncode == 0, f"exit status {child.returncode}\n{child.stdout}{child.stderr}"
     assert child.stderr == "", child.stderr
     return child.stdout
+
+
+def run_threads(functions, *, timeout=120):
+    """Runs functions at once, each on a thread of its own; raises what the first one raised."""
+    errors = []
+    barrier = threading.Barrier(len(functions))
+
+    def guarded(function):
+        try:
+            barrier.wait()
+            function()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(function,)) for function in functions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=timeout)
+        assert not thread.is_alive(), "a call hangs"
+    if errors:
+        raise errors[0]

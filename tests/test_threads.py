@@ -13,34 +13,12 @@ from itertools import pairwise
 import numpy as np
 import pytest
 from faults.fake import MODULE_TWIN
-from helpers import run_child
+from helpers import run_child, run_threads
 from numpy.lib.stride_tricks import as_strided
 from rtc import saxpy_module
 
 THREADS = 8
 RACE_SECONDS = float(os.environ.get("GPUOPS_TEST_SECONDS", 2))
-
-
-def run_threads(functions):
-    """Runs functions at once, each on a thread of its own; raises what the first one raised."""
-    errors = []
-    barrier = threading.Barrier(len(functions))
-
-    def guarded(function):
-        try:
-            barrier.wait()
-            function()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=guarded, args=(function,)) for function in functions]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=120 + RACE_SECONDS)
-        assert not thread.is_alive(), "a call hangs"
-    if errors:
-        raise errors[0]
 
 
 @pytest.fixture
@@ -220,7 +198,10 @@ def test_eight_threads_race_with_a_writer(gpuops, device, targets, short_switch_
     writer = threading.Thread(target=write)
     writer.start()
     try:
-        run_threads([lambda number=number: work(number) for number in range(THREADS)])
+        run_threads(
+            [lambda number=number: work(number) for number in range(THREADS)],
+            timeout=120 + RACE_SECONDS,
+        )
     finally:
         stop.set()
         writer.join()

@@ -4,12 +4,11 @@ import contextlib
 import ctypes
 import functools
 import re
-import threading
 
 import numpy as np
 import pytest
 from conftest import leaving_nothing
-from helpers import read_only, run_child
+from helpers import read_only, run_child, run_threads
 from operators import ROOT
 
 DEVICE_ERROR = 999
@@ -379,25 +378,6 @@ def test_while_another_stream_is_captured(fake):
 
 
 # Threads.
-
-
-def run_threads(functions):
-    errors = []
-
-    def guarded(function):
-        try:
-            function()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=guarded, args=(function,)) for function in functions]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=120)
-        assert not thread.is_alive(), "a copy hangs"
-    if errors:
-        raise errors[0]
 
 
 def test_eight_threads_copy_at_once(gpu, gpuops):
