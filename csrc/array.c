@@ -547,7 +547,7 @@ static PyObject *array_to_host(PyObject *self, PyObject *args, PyObject *keyword
     result = Py_NewRef(out == Py_None ? (PyObject *)target.array : out);
 
 done:
-    if (stream != NULL) stream_release(stream);
+    if (stream != NULL) release_stream(stream);
     operand_clear(&target);
     return result;
 }
@@ -647,7 +647,7 @@ static PyObject *array_copy(PyObject *self, PyObject *args, PyObject *keywords)
     View source;
     array_view(array, &source);
     PyObject *result = array_copy_of(state, &source, array->descr, stream, "copy");
-    stream_release(stream);
+    release_stream(stream);
     return result;
 }
 
@@ -671,7 +671,7 @@ static PyObject *array_fill(PyObject *self, PyObject *args, PyObject *keywords)
     Stream *stream = read_stream(state, stream_argument, device_of(array));
     if (stream == NULL) return NULL;
     int result = array_fill_with(state, array, value, stream, "fill");
-    stream_release(stream);
+    release_stream(stream);
     if (result < 0) return NULL;
     Py_RETURN_NONE;
 }

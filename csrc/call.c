@@ -822,6 +822,6 @@ done:
     if (arguments.out.object != NULL) operand_clear(&arguments.out);
     release(arguments.fill);
     Py_XDECREF((PyObject *)arguments.wanted);
-    if (stream != NULL) stream_release(stream);
+    if (stream != NULL) release_stream(stream);
     return result;
 }

@@ -66,7 +66,7 @@ enum {
 typedef struct State {
     Signature signatures[OPERATORS];
     PyObject *device_error, *device_lost_error, *forked_process_error;
-    PyTypeObject *array_type, *stream_type, *event_type;
+    PyTypeObject *array_type, *stream_type, *event_type, *pin_type;
     PyTypeObject *module_type, *kernel_type, *launcher_type, *pointer_type;
     PyTypeObject *in_type, *out_type, *in_out_type;
     PyObject *attributes_type; /* the named tuple that Kernel.attributes is */
@@ -245,6 +245,9 @@ static inline const int64_t *array_strides(const DeviceArray *array)
 
 /* create.c */
 int add_memory_info_type(PyObject *module);
+/* An ndarray that nobody may look into: NumPy's rules for shapes and dtypes, and its errors,
+ * without its memory. Sub-arrays have become axes, and strings have a width. dtype may be NULL. */
+PyArrayObject *read_layout(PyObject *shape, PyObject *dtype);
 extern PyMethodDef create_methods[]; /* to_device, empty, zeros, asarray, memory_info, ... */
 
 /* stream.c: each gives one more reference, or NULL with an exception. */
@@ -265,8 +268,8 @@ Stream *new_stream(State *state, int device, bool nonblocking, int priority, con
 int await_stream(State *state, Stream *waiting, Stream *awaited, const char *op);
 Stream *thread_stream(int device); /* the one that `with stream:` set, borrowed, or NULL; no GIL */
 PyObject *stream_object(State *state, Stream *stream); /* a Stream for a record */
-void release_stream(Stream *stream);                   /* without the GIL */
-extern PyMethodDef stream_methods[];                   /* synchronize, current_stream */
+void release_stream(Stream *stream); /* without the GIL where that may take time */
+extern PyMethodDef stream_methods[]; /* synchronize, current_stream */
 
 /* dlpack.c */
 DLDataType dlpack_dtype(const PyArray_Descr *descr);   /* DL_NONE: there is none */
@@ -295,6 +298,10 @@ int add_exchange_api(PyTypeObject *array_type);
 /* matmul.c: what NumPy does; and a finder for blas_set_finder. */
 int matmul_on_host(PyArrayObject *a, PyArrayObject *b, PyArrayObject *out);
 bool find_blas(char *path, size_t size);
+
+/* pinned.c: pin, pinned_empty, ... */
+int add_pin_type(PyObject *module, State *state);
+extern PyMethodDef pinned_methods[];
 
 /* nvrtc.c */
 extern PyMethodDef nvrtc_methods[]; /* _nvrtc_open, _nvrtc_compile, ... */

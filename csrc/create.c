@@ -57,7 +57,7 @@ static int complete_source(State *state, Operand *operand, Stream *stream, bool 
         Stream *there =
             stream_device(stream) == device ? stream_hold(stream) : current_stream(state, device);
         result = there == NULL ? -1 : operand->import(state, operand, there);
-        if (there != NULL) stream_release(there);
+        if (there != NULL) release_stream(there);
     }
     return result < 0 ? -1 : require_descr(operand);
 }
@@ -70,7 +70,7 @@ static PyObject *copy_source(State *state, Operand *operand, PyObject *device, P
     PyObject *result = NULL;
     if (place != NULL && complete_source(state, operand, place, false) == 0)
         result = array_copy_of(state, &operand->view, operand->descr, place, operand->op);
-    if (place != NULL) stream_release(place);
+    if (place != NULL) release_stream(place);
     return result;
 }
 
@@ -89,9 +89,7 @@ static PyObject *to_device(PyObject *module, PyObject *args, PyObject *keywords)
     return result;
 }
 
-/* An ndarray that nobody may look into: NumPy's rules for shapes and dtypes, and its errors,
- * without its memory. Sub-arrays have become axes, and strings have a width. */
-static PyArrayObject *read_layout(PyObject *shape_object, PyObject *dtype)
+PyArrayObject *read_layout(PyObject *shape_object, PyObject *dtype)
 {
     static char nothing[1];
     int64_t sizes[GPUOPS_MAX_DIMS];
@@ -138,7 +136,7 @@ static PyObject *make_array(PyObject *module, PyObject *args, PyObject *keywords
         Py_CLEAR(result);
 
 done:
-    if (place != NULL) stream_release(place);
+    if (place != NULL) release_stream(place);
     release(layout);
     return result;
 }
@@ -161,7 +159,7 @@ static PyObject *wrap_source(State *state, Operand *operand, PyObject *stream_ar
     if (stream == NULL) return NULL;
     if (complete_source(state, operand, stream, true) == 0)
         result = array_of_operand(state, operand);
-    stream_release(stream);
+    release_stream(stream);
     return result;
 }
 

@@ -693,9 +693,22 @@ failed:
 
 /* Export. */
 
+/* Whoever deletes may hold the GIL or not, and what may take time is done without it. */
+static void release_exported(Memory *memory)
+{
+    if (memory_try_release(memory)) return;
+    Quiet quiet;
+    begin_quiet(&quiet);
+    if (quiet.is_python)
+        release_memory(memory);
+    else
+        memory_release(memory);
+    end_quiet(&quiet);
+}
+
 static void free_export(Export *export)
 {
-    if (export->memory != NULL) memory_release(export->memory);
+    if (export->memory != NULL) release_exported(export->memory);
     if (export->object != NULL) release_object(export->object);
     free(export->host_data);
     free(export);
@@ -901,7 +914,7 @@ static int order_consumer(State *state, const View *view, const ExportOptions *o
     Stream *waiting = borrowed_stream(state, view->device, handle, "__dlpack__");
     if (waiting == NULL) return -1;
     const int result = await_stream(state, waiting, view->stream, "__dlpack__");
-    stream_release(waiting);
+    release_stream(waiting);
     return result;
 }
 

@@ -228,10 +228,11 @@ PyObject *exchange_host_result(const Operand *like, PyArrayObject *array)
 {
     View view;
     DLDataType dtype = dlpack_dtype(PyArray_DESCR(array));
-    /* Plain bytes stand for the dtype of the operand. */
-    if (dtype.code == DL_NONE) dtype = like->dtype;
+    /* Of a dtype that NumPy has no word for, both are plain bytes. */
+    if (dtype.code == DL_NONE && PyArray_EquivTypes(PyArray_DESCR(array), like->descr))
+        dtype = like->dtype;
     if (fill_view(array, "the result", &view) < 0) return NULL;
-    if (item_bytes_of(dtype) != view.item_bytes) {
+    if (dtype.code == DL_NONE) {
         PyErr_Format(PyExc_BufferError, "DLPack has no word for dtype %S", PyArray_DESCR(array));
         return NULL;
     }
@@ -318,7 +319,7 @@ static int api_to_object(DLManagedTensorVersioned *tensor, void **out)
     if (adopt_tensor(state, &operand, &taken, stream) == 0)
         *out = array_of_operand(state, &operand);
     operand_clear(&operand);
-    stream_release(stream);
+    release_stream(stream);
     return *out == NULL ? -1 : 0;
 }
 
@@ -331,7 +332,7 @@ static int api_work_stream(int32_t device_type, int32_t device_id, void **out)
     Stream *stream = state == NULL ? NULL : work_stream(state, device);
     if (stream == NULL) return -1;
     *out = (void *)stream_handle(stream);
-    stream_release(stream);
+    release_stream(stream);
     return 0;
 }
 
@@ -350,7 +351,7 @@ static Export *allocate_like(State *state, const DLTensor *prototype)
     Stream *stream = work_stream(state, prototype->device);
     if (stream == NULL) return NULL;
     Memory *memory = allocate_memory(state, stream, high, "DLPack");
-    stream_release(stream);
+    release_stream(stream);
     if (memory == NULL) return NULL;
     view.data = memory_data(memory);
     const DLDevice device = {DL_CUDA, prototype->device.device_id};

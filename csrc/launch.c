@@ -62,7 +62,7 @@ static int open_arguments(Arguments *arguments, const KernelObject *kernel)
 static void close_arguments(Arguments *arguments)
 {
     for (int i = 0; i < arguments->array_count; i++) operand_clear(&arguments->arrays[i].operand);
-    if (arguments->stream != NULL) stream_release(arguments->stream);
+    if (arguments->stream != NULL) release_stream(arguments->stream);
     PyMem_Free(arguments->memory);
 }
 

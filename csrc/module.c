@@ -118,10 +118,10 @@ static int execute(PyObject *module)
         return -1;
     if (add_array_type(module, state) < 0 || add_stream_types(module, state) < 0 ||
         add_exchange_api(state->array_type) < 0 || add_memory_info_type(module) < 0 ||
-        add_module_types(module, state) < 0)
+        add_pin_type(module, state) < 0 || add_module_types(module, state) < 0)
         return -1;
-    PyMethodDef *const methods[] = {operator_methods, create_methods, stream_methods, nvrtc_methods,
-                                    module_methods};
+    PyMethodDef *const methods[] = {operator_methods, create_methods, stream_methods,
+                                    pinned_methods,   nvrtc_methods,  module_methods};
     for (size_t i = 0; i < sizeof methods / sizeof methods[0]; i++)
         if (PyModule_AddFunctions(module, methods[i]) < 0) return -1;
     if (PyModule_AddStringConstant(module, "__version__", GPUOPS_VERSION) < 0) return -1;
@@ -137,6 +137,7 @@ static int traverse(PyObject *module, visitproc visit, void *arg)
     Py_VISIT(state->array_type);
     Py_VISIT(state->stream_type);
     Py_VISIT(state->event_type);
+    Py_VISIT(state->pin_type);
     Py_VISIT(state->module_type);
     Py_VISIT(state->kernel_type);
     Py_VISIT(state->launcher_type);
@@ -158,6 +159,7 @@ static int clear(PyObject *module)
     Py_CLEAR(state->array_type);
     Py_CLEAR(state->stream_type);
     Py_CLEAR(state->event_type);
+    Py_CLEAR(state->pin_type);
     Py_CLEAR(state->module_type);
     Py_CLEAR(state->kernel_type);
     Py_CLEAR(state->launcher_type);

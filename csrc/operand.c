@@ -177,7 +177,7 @@ void operand_clear(Operand *operand)
     Py_XDECREF((PyObject *)operand->descr);
     dlpack_delete(operand->exported);
     if (operand->memory != NULL) release_memory(operand->memory);
-    if (operand->stream != NULL) stream_release(operand->stream);
+    if (operand->stream != NULL) release_stream(operand->stream);
 }
 
 int require_descr(const Operand *operand)

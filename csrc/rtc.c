@@ -149,7 +149,7 @@ static PyObject *array_of_global(State *state, ModuleObject *module, PyArray_Des
     const Owner owner = {release_lower, module_hold(module->module)};
     Memory *memory;
     Status status = memory_adopt(work->data, work->bytes, stream, owner, &memory);
-    stream_release(stream);
+    release_stream(stream);
     if (status == STATUS_OK) {
         result =
             array_new(state, memory, work->data, descr, PyArray_NDIM(layout), shape, NULL, false);

@@ -64,7 +64,7 @@ static PyObject *wrap(State *state, Stream *stream)
 {
     if (stream == NULL) return NULL;
     PyObject *object = stream_object(state, stream);
-    stream_release(stream);
+    release_stream(stream);
     return object;
 }
 
@@ -121,22 +121,33 @@ static int device_of_foreign(PyObject *object, int by_default)
     return device < 0 ? by_default : device;
 }
 
+typedef struct FindWork {
+    uintptr_t handle;
+    int device;
+} FindWork;
+
+static Status do_find_device(void *context)
+{
+    FindWork *work = context;
+    return stream_find_device(work->handle, &work->device);
+}
+
 /* The record of another library's stream, which keeps that library's object alive. CUDA knows the
  * device of a stream, but does not tell while it is captured: then the object is asked. Default
  * streams, which every device has behind the same handles, are of the given one, or where that is
  * -1, of the one on which new arrays are made. */
 static Stream *foreign_stream(State *state, PyObject *object, int device)
 {
-    uintptr_t handle;
-    int found = -1;
-    if (read_handle(object, &handle) < 0) return NULL;
-    Status status = stream_find_device(handle, &found);
+    FindWork work = {.device = -1};
+    if (read_handle(object, &work.handle) < 0) return NULL;
+    Status status = without_gil(do_find_device, &work);
     if (status != STATUS_OK) return raise_status(state, status, "stream", device);
-    const bool is_default = handle <= 2;
+    const bool is_default = work.handle <= 2;
+    int found = work.device;
     if (found < 0) found = is_default ? device : device_of_foreign(object, device);
     if (found < 0 && read_ordinal(state, Py_None, "stream", &found) < 0) return NULL;
     const Owner owner = {release_object, Py_NewRef(object)};
-    return owned_stream(state, found, handle, owner, "stream");
+    return owned_stream(state, found, work.handle, owner, "stream");
 }
 
 static StreamObject *as_stream(State *state, PyObject *object)
@@ -284,7 +295,8 @@ Stream *new_stream(State *state, int device, bool nonblocking, int priority, con
 
 void release_stream(Stream *stream)
 {
-    (void)without_gil(do_stream_release, stream);
+    /* For most, which are of others or held by others, the GIL is not worth releasing. */
+    if (!stream_try_release(stream)) (void)without_gil(do_stream_release, stream);
 }
 
 static PyObject *stream_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
@@ -465,7 +477,7 @@ static PyObject *stream_exit(PyObject *self, PyObject *args)
         return NULL;
     }
     innermost = entered->outer;
-    stream_release(entered->stream);
+    release_stream(entered->stream);
     PyMem_Free(entered);
     Py_RETURN_NONE;
 }
@@ -658,7 +670,7 @@ static PyObject *event_do_record(PyObject *self, PyObject *args, PyObject *keywo
     Stream *stream = any_stream(state, object, event_device(event->event));
     if (stream == NULL) return NULL;
     int result = record(state, event, stream);
-    stream_release(stream);
+    release_stream(stream);
     if (result < 0) return NULL;
     Py_RETURN_NONE;
 }
@@ -695,7 +707,7 @@ static PyObject *event_do_wait(PyObject *self, PyObject *args, PyObject *keyword
     Stream *stream = any_stream(state, object, event_device(event->event));
     if (stream == NULL) return NULL;
     int result = await_event(state, event, stream);
-    stream_release(stream);
+    release_stream(stream);
     if (result < 0) return NULL;
     Py_RETURN_NONE;
 }

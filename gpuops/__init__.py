@@ -12,6 +12,8 @@ Arrays on the GPU
     DeviceArray, to_device, empty, zeros, asarray, from_dlpack
 Streams
     Stream, Event, current_stream, synchronize
+Page-locked NumPy arrays
+    pin, pinned_empty, pinned_memory
 Memory of the GPU
     memory_info, MemoryInfo, memory_limit, empty_cache
 Devices
@@ -25,6 +27,7 @@ Importing this package makes no CUDA call. Run ``python -m gpuops demo`` to see 
 """
 
 import contextlib
+import contextvars
 import threading
 from typing import Any, NamedTuple, Self
 
@@ -45,7 +48,7 @@ from ._core import *  # noqa: F403
 # The compiler of kernels is not always asked for, and its code stays out of the import until then.
 _LAZY = ["CompileError", "compile"]
 
-__all__ = ["Device", "__version__", "device", "devices", "show_config"]
+__all__ = ["Device", "__version__", "device", "devices", "pinned_memory", "show_config"]
 __all__ += [name for name in vars(_core) if not name.startswith("_")]
 __all__ += _LAZY
 
@@ -141,6 +144,70 @@ class device(contextlib.ContextDecorator, threading.local):  # noqa: N801 (used 
 
     def __repr__(self) -> str:
         return f"gpuops.device({self._spec!r})"
+
+
+# What NumPy allocated with before each block that is entered, innermost last. NumPy keeps its
+# allocator in the context, and so does this: a thread, or a task of asyncio, has its own.
+_entered: contextvars.ContextVar[tuple] = contextvars.ContextVar("entered", default=())
+
+
+class pinned_memory(contextlib.ContextDecorator):  # noqa: N801 (used like a function)
+    """Let NumPy make arrays in page-locked memory: a context manager, also usable as a decorator.
+
+    Every array that NumPy allocates in the block, on this thread or in this task of asyncio, is in
+    page-locked memory, also the results of NumPy's functions, and those of gpuops on the host.
+    Copies between such arrays and a GPU take the direct way. They live on behind the block as any
+    array does. The memory comes from a pool, to which it goes back when they are freed;
+    `empty_cache` gives back what the pool holds for arrays to come.
+
+    Where the system has no more memory to lock, NumPy raises its MemoryError. In a process that is
+    forked within the block, where CUDA cannot be used, memory that the pool adds is not locked.
+
+    Raises
+    ------
+    DeviceError
+        On entry, if there is no GPU.
+    ForkedProcessError
+        On entry, in a process that was forked after CUDA came into use.
+
+    See Also
+    --------
+    pinned_empty : One array in such memory.
+    pin : Locks memory that there is already.
+
+    Examples
+    --------
+    >>> import contextlib
+    >>> import gpuops
+    >>> import numpy as np
+    >>> with gpuops.pinned_memory() if gpuops.is_available() else contextlib.nullcontext():
+    ...     x = np.arange(4.0)
+    ...     y = x + 1
+    >>> gpuops.add(x, y)
+    array([1., 3., 5., 7.])
+    """
+
+    def __enter__(self) -> Self:
+        previous = _core._enter_pinned_memory()
+        try:
+            _entered.set((*_entered.get(), previous))
+        except BaseException:
+            _core._leave_pinned_memory(previous)
+            raise
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        entered = _entered.get()
+        if not entered:
+            raise RuntimeError(
+                "pinned_memory() is left where it was not entered: each thread, "
+                "and each task of asyncio, has blocks of its own"
+            )
+        _core._leave_pinned_memory(entered[-1])
+        _entered.set(entered[:-1])
+
+    def __repr__(self) -> str:
+        return "gpuops.pinned_memory()"
 
 
 def show_config(mode: str = "stdout") -> dict | None:

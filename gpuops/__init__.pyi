@@ -34,6 +34,8 @@ from ._core import (
     memory_info,
     memory_limit,
     multiply,
+    pin,
+    pinned_empty,
     saxpy,
     scatter,
     scatter_add,
@@ -82,6 +84,9 @@ __all__ = [
     "memory_info",
     "memory_limit",
     "multiply",
+    "pin",
+    "pinned_empty",
+    "pinned_memory",
     "saxpy",
     "scatter",
     "scatter_add",
@@ -106,6 +111,10 @@ class Device(NamedTuple):
 
 class device(contextlib.ContextDecorator, threading.local):  # noqa: N801
     def __init__(self, spec: _Device) -> None: ...
+    def __enter__(self) -> Self: ...
+    def __exit__(self, *exception: object) -> None: ...
+
+class pinned_memory(contextlib.ContextDecorator):  # noqa: N801
     def __enter__(self) -> Self: ...
     def __exit__(self, *exception: object) -> None: ...
 

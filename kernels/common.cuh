@@ -122,6 +122,7 @@ struct Stream {
     Stream *next;
     Memory *free_memory[FREE_LISTS]; /* by size, see memory.cu */
     int free_counts[FREE_LISTS];
+    int stored_count; /* the sum of those, which others look at */
 };
 
 /* The stream in whose order memory is freed and awaited by others. Each thread has its own
@@ -139,7 +140,17 @@ static inline bool in_same_order(const Stream *one, const Stream *other)
 }
 
 Stream *legacy_stream(int device);
-void streams_visit(int device, void (*visit)(Stream *, void *), void *context);
+/* The streams of a device that somebody holds, all but the legacy default stream, one after the
+ * other: holds the next one and releases the one before; begins at, and ends with, NULL. */
+Stream *next_held_stream(int device, Stream *before);
+
+template <class Function>
+void for_each_held_stream(int device, const Function &function)
+{
+    Stream *stream = NULL;
+    while ((stream = next_held_stream(device, stream)) != NULL) function(stream);
+}
+
 bool stream_is_capturing(const Stream *stream);
 bool device_is_capturing(int device); /* as far as is known of its streams */
 Status refuse_capture(const char *what);
@@ -151,8 +162,35 @@ void event_give(int device, cudaEvent_t event);
  * is on its way through them. */
 void transfer_flush(int device);
 
+/* pinned.cu: a call that uses memory of the host. What of it is page-locked, or will be while the
+ * call goes on, stays so until it is let go of, when the work on a device that uses it is over, or
+ * is not known to be. */
+struct PinnedUse {
+    char *low, *high;
+    uint64_t last;  /* the number of the newest span that may be meant */
+    int held;       /* spans */
+    bool is_listed; /* it was held, and not let go of */
+    PinnedUse *next, *previous;
+};
+void pinned_hold(const View *view, PinnedUse *use);
+/* Whether a copy of it may be on its way when the driver returns, as far as pin() is concerned. */
+bool pinned_is_held(const PinnedUse *use);
+void pinned_let_go(PinnedUse *use, int device, bool is_over);
+/* How many bytes from an address on the driver takes in one copy. */
+int64_t pinned_stretch(const char *host, int64_t bytes);
+/* Gives back the page-locked memory of the pool that nobody uses. */
+void pinned_flush(void);
+
+/* pipeline.cu: element-wise operators between large arrays on the host, whose elements are of the
+ * dtype that is computed in; out does not overlap with an input, unless it coincides with it. */
+bool pipeline_takes(const Call *call);
+Status run_pipeline(Call *call);
+/* Gives back the streams that no call has now. */
+void pipeline_flush(int device);
+
 /* memory.cu: gives back what one stream, or all of a device, keep for arrays to come. */
 void memory_flush(Stream *stream);
+bool memory_is_stored(const Stream *stream);
 void memory_flush_device(int device);
 /* Gives back what nobody holds any more but work that is over now. Without locks, for owners are
  * told. */

@@ -280,15 +280,22 @@ Status refuse_host_in_capture(void)
 }
 
 /* If the source is page-locked memory, a copy of it may still be on its way when the driver
- * returns; of any other memory the driver has taken a copy by then. */
+ * returns, also where a later one has failed; of any other memory the driver has taken a copy by
+ * then. */
 static Status upload(const View *target, const View *source, Stream *stream)
 {
     if (stream_is_capturing(stream)) return refuse_host_in_capture();
     const Box box = box_of(source);
+    PinnedUse use;
+    pinned_hold(source, &use);
     Status status = box_upload(box, 0, box_items(box), target->data, stream->handle);
-    if (status == STATUS_OK && host_memory_is_pinned(source->data))
-        status = stream_drain(stream->handle);
-    return status;
+    const Failure first = status == STATUS_OK ? Failure() : *last_failure();
+    Status last = STATUS_OK;
+    if (pinned_is_held(&use) || host_memory_is_pinned(source->data))
+        last = stream_drain(stream->handle);
+    pinned_let_go(&use, stream->device, last == STATUS_OK);
+    if (status == STATUS_OK) return last;
+    return fail_cuda(status, first.cuda_code, first.cuda_name, first.text);
 }
 
 static Status copy_between_devices(const View *target, const View *source, Stream *stream);
@@ -368,11 +375,14 @@ static Status to_host(const View *target, const View *source, Stream *stream)
         status = pack_on_device(source, stream, &packed);
         memory = status == STATUS_OK ? packed.memory : NULL;
     }
+    PinnedUse use = {};
+    if (!empty) pinned_hold(target, &use);
     if (status == STATUS_OK && !empty)
         status = box_download(box_of(target), packed.data, stream->handle);
     /* Whatever happened, nothing may still be at work on the caller's memory. */
     const Failure first = status == STATUS_OK ? Failure() : *last_failure();
     Status last = stream_drain(stream->handle);
+    pinned_let_go(&use, stream->device, last == STATUS_OK);
     if (memory != NULL) memory_release(memory);
     if (status != STATUS_OK) return fail_cuda(status, first.cuda_code, first.cuda_name, first.text);
     if (last == STATUS_OK) last = slot_check(stream, stream->slot, true);

@@ -29,8 +29,7 @@ void view_pack(View *view)
     }
 }
 
-/* The bytes from the lowest to the highest that a view touches. */
-static void extent(const View *view, uintptr_t *begin, uintptr_t *end)
+void view_extent(const View *view, uintptr_t *begin, uintptr_t *end)
 {
     *begin = *end = (uintptr_t)view->data;
     for (int i = 0; i < view->ndim; i++) {
@@ -47,8 +46,8 @@ static void extent(const View *view, uintptr_t *begin, uintptr_t *end)
 bool views_overlap(const View *one, const View *other)
 {
     uintptr_t one_begin, one_end, other_begin, other_end;
-    extent(one, &one_begin, &one_end);
-    extent(other, &other_begin, &other_end);
+    view_extent(one, &one_begin, &one_end);
+    view_extent(other, &other_begin, &other_end);
     if (one->device != other->device) return false;
     return one_begin < other_end && other_begin < one_end;
 }
@@ -92,7 +91,7 @@ int overlaps_itself(const View *view)
 
     /* Strides that interleave may still be free of overlap, so mark every byte. */
     uintptr_t begin, end;
-    extent(view, &begin, &end);
+    view_extent(view, &begin, &end);
     unsigned char *taken = calloc((end - begin + 7) / 8, 1);
     if (taken == NULL) return -1;
     int overlaps = 0;

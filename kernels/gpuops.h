@@ -148,6 +148,8 @@ Dtype result_dtype(const View *views, int count);
 int64_t view_items(const View *view);
 bool view_is_packed(const View *view); /* in C order, without gaps */
 void view_pack(View *view);            /* sets the strides to those of C order */
+/* From the lowest to the highest byte that a view touches, on addresses. */
+void view_extent(const View *view, uintptr_t *begin, uintptr_t *end);
 /* Whether they may share bytes. Views that interleave count as overlapping. */
 bool views_overlap(const View *one, const View *other);
 /* Whether the elements at each position are in the same place, so that one may be written once the
@@ -257,6 +259,8 @@ Status stream_of_handle(int device, uintptr_t handle, Owner owner, Stream **stre
 Status stream_find_device(uintptr_t handle, int *device);
 Stream *stream_hold(Stream *stream);
 void stream_release(Stream *stream);
+/* False, and nothing done, where that would take a call of CUDA. */
+bool stream_try_release(Stream *stream);
 /* Itself, if it is known to exist for as long as it is referred to, or else the legacy default
  * stream of its device, borrowed. Another library may destroy a stream of which only the handle is
  * known. */
@@ -309,6 +313,24 @@ Status memory_set_limit(int device, int64_t bytes);
 /* Whether an address is memory of that device; STATUS_VALUE_ERROR says what it is instead. */
 Status memory_check(int device, const void *data);
 Status memory_device_of(const void *data, int *device); /* STATUS_VALUE_ERROR: it is on none */
+
+/* Page-locked memory of the host. A pin locks the bytes from the lowest to the highest that a view
+ * on the host touches, until it is destroyed and no work that was begun before uses them any more.
+ * What several pins lock is unlocked with the last of them. */
+typedef struct Pin Pin;
+
+Status pin_create(int device, const View *view, bool writable, Pin **pin);
+void pin_destroy(Pin *pin); /* calls CUDA */
+
+/* Memory from a pool of page-locked memory, at a multiple of 16 bytes. It is given back to the pool
+ * when nothing is at work on it any more. What the pool can do without CUDA is done by the two that
+ * may be called with the lock of an interpreter. */
+Status pinned_allocate(int device, int64_t bytes, void **block);
+void *pinned_take(int64_t bytes);        /* NULL: the pool has none */
+void pinned_free(void *block);           /* calls CUDA */
+bool pinned_try_free(void *block);       /* false: nothing was done */
+int64_t pinned_bytes(const void *block); /* what there is room for in a block */
+
 /* From now on, at the end of the process, whatever is not released yet is left to the driver. */
 void runtime_shut_down(void);
 

@@ -39,7 +39,7 @@ struct Memory {
 constexpr int64_t LEAST_STORED_BYTES = 512; /* the unit of the pool */
 constexpr int MOST_STORED = 16;             /* of one size class of a stream */
 
-/* Taken before the lock of the streams, never after it. */
+/* With Python's lock it is only tried. */
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 
 static struct {
@@ -183,6 +183,7 @@ static Memory *take_stored(Stream *stream, int64_t bytes)
         if (found == NULL) continue;
         *link = found->next;
         stream->free_counts[list]--;
+        __atomic_sub_fetch(&stream->stored_count, 1, __ATOMIC_RELAXED);
         devices[stream->device].stored -= found->bytes;
         return found;
     }
@@ -197,20 +198,21 @@ static bool store(Memory *memory)
     memory->next = stream->free_memory[list];
     stream->free_memory[list] = memory;
     stream->free_counts[list]++;
+    __atomic_add_fetch(&stream->stored_count, 1, __ATOMIC_RELAXED);
     devices[stream->device].stored += memory->bytes;
     return true;
 }
 
-static bool has_stored(const Stream *stream)
+bool memory_is_stored(const Stream *stream)
 {
-    int count = 0;
-    for (int list = 0; list < FREE_LISTS; list++) count += stream->free_counts[list];
-    return count > 0;
+    return __atomic_load_n(&stream->stored_count, __ATOMIC_RELAXED) > 0;
 }
 
 /* Takes everything out of a stream's store, as a list. */
-static Memory *empty_store(Stream *stream, Memory *found)
+static Memory *empty_store(Stream *stream)
 {
+    Memory *found = NULL;
+    pthread_mutex_lock(&lock);
     for (int list = 0; list < FREE_LISTS; list++) {
         while (stream->free_memory[list] != NULL) {
             Memory *memory = stream->free_memory[list];
@@ -221,49 +223,42 @@ static Memory *empty_store(Stream *stream, Memory *found)
         }
         stream->free_counts[list] = 0;
     }
+    __atomic_store_n(&stream->stored_count, 0, __ATOMIC_RELAXED);
+    pthread_mutex_unlock(&lock);
     return found;
 }
 
-static void free_list(int device, Memory *list, bool is_current)
+static void free_list(const Stream *stream, Memory *list, bool is_current)
 {
     while (list != NULL) {
         Memory *memory = list;
         list = memory->next;
-        if (is_current) device_free(device, memory->data, home_handle(memory->stream));
+        if (is_current) device_free(stream->device, memory->data, home_handle(stream));
         free(memory);
     }
 }
 
 void memory_flush(Stream *stream)
 {
-    pthread_mutex_lock(&lock);
-    Memory *found = empty_store(stream, NULL);
-    pthread_mutex_unlock(&lock);
-    if (found == NULL) return;
+    if (!memory_is_stored(stream)) return;
+    Memory *found = empty_store(stream);
     int previous;
     const bool entered =
         !runtime_is_leaving() && device_enter(stream->device, &previous) == STATUS_OK;
-    free_list(stream->device, found, entered);
+    free_list(stream, found, entered);
     if (entered) device_leave(stream->device, previous);
 }
 
 /* With the device current. */
 void memory_flush_device(int device)
 {
-    pthread_mutex_lock(&lock);
-    Memory *found = empty_store(legacy_stream(device), NULL);
-    streams_visit(
-        device,
-        [](Stream *stream, void *list) {
-            Memory **all = static_cast<Memory **>(list);
-            /* A graph must not free what it has not allocated. */
-            if (has_stored(stream) && !stream_is_capturing(stream))
-                *all = empty_store(stream, *all);
-        },
-        &found);
-    /* With the lock, so that no stream goes away meanwhile. */
-    free_list(device, found, !runtime_is_leaving());
-    pthread_mutex_unlock(&lock);
+    const auto flush = [](Stream *stream) {
+        /* A graph must not free what it has not allocated. */
+        if (memory_is_stored(stream) && !stream_is_capturing(stream))
+            free_list(stream, empty_store(stream), !runtime_is_leaving());
+    };
+    flush(legacy_stream(device));
+    for_each_held_stream(device, flush);
 }
 
 /* Memory that is held. */
@@ -532,6 +527,13 @@ static void append_waiting(Memory *memory)
 
 static void let_wait(Memory *memory)
 {
+    /* Of what is another library's only the uses matter now, and while they go on, that library may
+     * destroy a stream of which only the handle is known. */
+    if (memory->foreign) {
+        Stream *before = memory->stream;
+        memory->stream = stream_hold(stream_that_lasts(before));
+        stream_release(before);
+    }
     pthread_mutex_lock(&lock);
     append_waiting(memory);
     pthread_mutex_unlock(&lock);
@@ -696,7 +698,9 @@ Status memory_empty_cache(int device)
             status = cuda_status(cudaMemPoolTrimTo(pool_of(device), 0), "cudaMemPoolTrimTo");
     }
     transfer_flush(device);
+    pipeline_flush(device);
     device_leave(device, previous);
+    pinned_flush();
     return status;
 }
 

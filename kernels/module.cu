@@ -269,6 +269,7 @@ Status kernel_block_size(Module *module, Kernel *kernel, int64_t shared_bytes, i
 struct Prepared {
     bool begun;    /* it is on the device, and was waited for */
     bool in_place; /* it is page-locked, and the device works on it there */
+    PinnedUse use; /* of what is in place */
     Memory *copy;  /* of an array on the host, on the device */
     View there;    /* that copy; only set where there is one */
 };
@@ -292,7 +293,8 @@ static bool works_in_place(const View *view, void **there)
     void *last;
     return bytes > 0 && view_is_packed(view) &&
            reinterpret_cast<uintptr_t>(first) % (widest & -widest) == 0 &&
-           is_page_locked(first, there) && is_page_locked(first + bytes - 1, &last);
+           is_page_locked(first, there) && is_page_locked(first + bytes - 1, &last) &&
+           pinned_stretch(first, bytes) == bytes;
 }
 
 /* The same array given twice is the same array to the kernel. */
@@ -313,10 +315,10 @@ static Status bring(const Launch *launch, int i, Prepared *prepared)
         *array->address = *twin->address;
         return STATUS_OK;
     }
-    if (works_in_place(view, array->address)) {
-        prepared->in_place = true;
-        return STATUS_OK;
-    }
+    pinned_hold(view, &prepared->use);
+    prepared->in_place = works_in_place(view, array->address);
+    if (prepared->in_place) return STATUS_OK;
+    pinned_let_go(&prepared->use, launch->stream->device, true);
     bool is_read = array->is_read;
     for (int j = i + 1; j < launch->array_count && !is_read; j++)
         is_read = launch->arrays[j].is_read && views_coincide(launch->arrays[j].view, view);
@@ -402,7 +404,11 @@ static Status launch_in_order(const Launch *launch, Prepared *prepared)
         in_place = in_place || prepared[i].in_place;
         note(finish(launch, i, &prepared[i], launched));
     }
-    if (in_place) note(stream_drain(launch->stream->handle));
+    const Status last = in_place ? stream_drain(launch->stream->handle) : STATUS_OK;
+    note(last);
+    for (int i = 0; i < ready; i++)
+        if (prepared[i].in_place)
+            pinned_let_go(&prepared[i].use, launch->stream->device, last == STATUS_OK);
     if (status == STATUS_OK) return STATUS_OK;
     return fail_cuda(status, first.cuda_code, first.cuda_name, first.text);
 }

@@ -68,8 +68,7 @@ static bool open_library(const char *path, char *problems, size_t size)
     const size_t used = strlen(problems);
     const char *separator = used == 0 ? "" : "; ";
     if (handle == NULL) {
-        const char *problem = dlerror();
-        snprintf(problems + used, size - used, "%s%s", separator, problem == NULL ? path : problem);
+        snprintf(problems + used, size - used, "%s%s", separator, dlerror());
         return false;
     }
     if (load_functions(handle)) return true;
@@ -144,7 +143,7 @@ static Status take_names(Program program, Compilation *compilation)
     const int count = compilation->expression_count;
     compilation->lowered = calloc((size_t)count + 1, sizeof(char *));
     if (compilation->lowered == NULL) return no_memory();
-    for (int i = 0; i < count && compilation->result == NULL; i++) {
+    for (int i = 0; i < count; i++) {
         const char *name = NULL;
         const int code = library.lowered_name(program, compilation->expressions[i], &name);
         Status status = note(compilation, code);

@@ -166,18 +166,35 @@ static Status run_through_device(Call *call)
     return status;
 }
 
+/* Between arrays on the host: a wait for the stream, even one after a failure, would spoil it. */
+static Status check_capture(const Call *call)
+{
+    const bool is_captured = call->stream != NULL && stream_is_capturing(call->stream);
+    return is_captured ? refuse_host_in_capture() : STATUS_OK;
+}
+
 static Status run_on_device(Call *call)
 {
     int previous;
     Status status = device_enter(call->device, &previous);
     if (status != STATUS_OK) return status;
     if (call->stream == NULL) call->stream = legacy_stream(call->device);
-    status = call->out.device == DEVICE_CPU ? run_through_device(call) : run_in_order(call);
+    if (call->out.device != DEVICE_CPU)
+        status = run_in_order(call);
+    else if (pipeline_takes(call) && !needs_fresh_output(call))
+        status = run_pipeline(call);
+    else
+        status = run_through_device(call);
     device_leave(call->device, previous);
     return status;
 }
 
 #else
+
+static Status check_capture(const Call *)
+{
+    return STATUS_OK;
+}
 
 static Status run_on_device(Call *)
 {
@@ -191,6 +208,10 @@ Status run_call(Call *call)
 {
     if (call->elementwise && view_items(&call->out) == 0) return STATUS_OK;
     const bool on_host = call->out.device == DEVICE_CPU;
-    if (on_host && (call->device == DEVICE_CPU || call->own_transfer)) return call->op->run(call);
-    return run_on_device(call);
+    if (on_host && call->device == DEVICE_CPU) return call->op->run(call);
+    if (on_host) {
+        Status status = check_capture(call);
+        if (status != STATUS_OK) return status;
+    }
+    return on_host && call->own_transfer ? call->op->run(call) : run_on_device(call);
 }

@@ -125,27 +125,27 @@ static Status explain_absence(cudaError_t code)
     return fail_cuda(STATUS_DEVICE_ERROR, code, name, text);
 }
 
-/* Asks how many devices there are, once; an error that may pass is not the answer. */
+/* Asks how many devices there are; an error that may pass is not the answer. Threads that come
+ * first may ask at once: no lock is held meanwhile, and one of their answers, which are the same,
+ * is kept. */
 static Status probe(void)
 {
-    Status status = STATUS_OK;
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
+    pthread_once(&once, [] { pthread_atfork(NULL, NULL, note_fork); });
+    int count = 0;
+    cudaError_t code = cudaGetDeviceCount(&count);
+    if (code == cudaSuccess && count == 0) code = cudaErrorNoDevice;
+    if (code != cudaSuccess && !is_absence(code)) return cuda_status(code, "cudaGetDeviceCount");
+    const Status status = code == cudaSuccess ? STATUS_OK : explain_absence(code);
     pthread_mutex_lock(&cuda.lock);
     if (!cuda.probed) {
-        static pthread_once_t once = PTHREAD_ONCE_INIT;
-        pthread_once(&once, [] { pthread_atfork(NULL, NULL, note_fork); });
-        cudaError_t code = cudaGetDeviceCount(&cuda.count);
-        if (code == cudaSuccess && cuda.count == 0) code = cudaErrorNoDevice;
-        if (code == cudaSuccess || is_absence(code)) {
-            cuda.status = code == cudaSuccess ? STATUS_OK : explain_absence(code);
-            if (cuda.status != STATUS_OK) cuda.failure = *last_failure();
-            if (cuda.count > MAX_DEVICES) cuda.count = MAX_DEVICES;
-            __atomic_store_n(&cuda.probed, true, __ATOMIC_RELEASE);
-        } else {
-            status = cuda_status(code, "cudaGetDeviceCount");
-        }
+        cuda.count = count < MAX_DEVICES ? count : MAX_DEVICES;
+        cuda.status = status;
+        if (status != STATUS_OK) cuda.failure = *last_failure();
+        __atomic_store_n(&cuda.probed, true, __ATOMIC_RELEASE);
     }
     pthread_mutex_unlock(&cuda.lock);
-    return status;
+    return STATUS_OK;
 }
 
 Status runtime_check(void)

@@ -20,6 +20,8 @@ struct Event {
 
 enum { SLOTS = 4096, STORED_EVENTS = 64 };
 
+/* It is taken by threads that hold Python's lock, and so it is never held across a call of CUDA:
+ * such a call may wait for something that waits for Python. */
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 
 /* Where kernels note bad indices. Slots are handed out one after the other, so that a slot is used
@@ -173,20 +175,22 @@ static void destroy_stream(Stream *stream)
     free(stream);
 }
 
-void stream_release(Stream *stream)
+/* False: the stream may have to be given back, which takes time, and is not wanted. */
+static bool release(Stream *stream, bool at_once)
 {
-    if (runtime_is_leaving()) return;
+    if (runtime_is_leaving()) return true;
     /* While another reference is left, nobody else can bring the count to zero. */
     int references = __atomic_load_n(&stream->references, __ATOMIC_RELAXED);
     while (references > 1)
         if (__atomic_compare_exchange_n(&stream->references, &references, references - 1, true,
                                         __ATOMIC_ACQ_REL, __ATOMIC_RELAXED))
-            return;
+            return true;
 
     Owner owner = {NULL, NULL};
     bool last = false, destroy = false;
     pthread_mutex_lock(&lock);
-    if (__atomic_sub_fetch(&stream->references, 1, __ATOMIC_ACQ_REL) == 0) {
+    const bool released = !at_once || !(stream->ours || memory_is_stored(stream));
+    if (released && __atomic_sub_fetch(&stream->references, 1, __ATOMIC_ACQ_REL) == 0) {
         last = true;
         owner = stream->owner;
         stream->owner = {NULL, NULL};
@@ -202,14 +206,29 @@ void stream_release(Stream *stream)
     if (last) memory_flush(stream);
     if (destroy) destroy_stream(stream);
     if (owner.release != NULL) owner.release(owner.context);
+    return released;
 }
 
-void streams_visit(int device, void (*visit)(Stream *, void *), void *context)
+bool stream_try_release(Stream *stream)
+{
+    return release(stream, true);
+}
+
+void stream_release(Stream *stream)
+{
+    (void)release(stream, false);
+}
+
+Stream *next_held_stream(int device, Stream *before)
 {
     pthread_mutex_lock(&lock);
-    for (Stream *stream = devices[device].streams; stream != NULL; stream = stream->next)
-        visit(stream, context);
+    Stream *stream = before == NULL ? devices[device].streams : before->next;
+    while (stream != NULL && __atomic_load_n(&stream->references, __ATOMIC_RELAXED) == 0)
+        stream = stream->next;
+    if (stream != NULL) stream_hold(stream);
     pthread_mutex_unlock(&lock);
+    if (before != NULL) stream_release(before);
+    return stream;
 }
 
 Stream *stream_that_lasts(Stream *stream)
@@ -242,11 +261,8 @@ bool stream_is_capturing(const Stream *stream)
 bool device_is_capturing(int device)
 {
     bool capturing = false;
-    pthread_mutex_lock(&lock);
-    for (Stream *stream = devices[device].streams; stream != NULL; stream = stream->next)
-        capturing = capturing || (__atomic_load_n(&stream->references, __ATOMIC_RELAXED) > 0 &&
-                                  stream_is_capturing(stream));
-    pthread_mutex_unlock(&lock);
+    for_each_held_stream(
+        device, [&](Stream *stream) { capturing = capturing || stream_is_capturing(stream); });
     return capturing;
 }
 
@@ -305,13 +321,19 @@ Status stream_query(Stream *stream, bool *done)
     });
 }
 
+/* NULL: no call has needed it yet. */
+static const BadIndex *noted_on(int device)
+{
+    return __atomic_load_n(&devices[device].slots.noted, __ATOMIC_ACQUIRE);
+}
+
 /* The number of the call that noted a bad index on a stream; the greatest number if none did. */
 static unsigned long long noted_call(const Stream *stream)
 {
-    const Slots &slots = devices[stream->device].slots;
-    if (stream->slot < 0 || slots.noted == NULL) return ~0ull;
-    const unsigned long long call =
-        __atomic_load_n(&slots.noted[stream->slot].call, __ATOMIC_ACQUIRE);
+    const BadIndex *noted = noted_on(stream->device);
+    const int slot = __atomic_load_n(&stream->slot, __ATOMIC_RELAXED);
+    if (slot < 0 || noted == NULL) return ~0ull;
+    const unsigned long long call = __atomic_load_n(&noted[slot].call, __ATOMIC_ACQUIRE);
     return call == 0 ? ~0ull : call;
 }
 
@@ -325,8 +347,12 @@ Status device_synchronize(int device)
         pthread_mutex_lock(&lock);
         for (Stream *stream = devices[device].streams; stream != NULL; stream = stream->next)
             if (noted_call(stream) < noted_call(first)) first = stream;
-        Status found = slot_check(first, first->slot, true);
+        /* A record that nobody holds stays, but its handle may be gone: slot_check has to know. */
+        const bool is_held = __atomic_load_n(&first->references, __ATOMIC_RELAXED) > 0;
+        if (is_held) stream_hold(first);
         pthread_mutex_unlock(&lock);
+        Status found = slot_check(first, first->slot, true);
+        if (is_held) stream_release(first);
         return found;
     });
     memory_settle();
@@ -536,7 +562,7 @@ static Status make_slots(Slots *slots)
     in_spite_of_captures([&] {
         status = allocate_slots(&states, &noted);
         if (status == STATUS_OK) {
-            slots->noted = static_cast<BadIndex *>(noted);
+            __atomic_store_n(&slots->noted, static_cast<BadIndex *>(noted), __ATOMIC_RELEASE);
             __atomic_store_n(&slots->states, static_cast<IndexState *>(states), __ATOMIC_RELEASE);
         } else {
             if (states != NULL) cuda_ignore(cudaFree(states));
@@ -582,7 +608,8 @@ Status slot_of(Stream *stream, int *slot)
     *slot = __atomic_load_n(&stream->slot, __ATOMIC_RELAXED);
     if (*slot >= 0) return STATUS_OK;
     pthread_mutex_lock(&lock);
-    if (stream->slot < 0) stream->slot = find_slot(stream->device);
+    if (stream->slot < 0)
+        __atomic_store_n(&stream->slot, find_slot(stream->device), __ATOMIC_RELAXED);
     *slot = stream->slot;
     pthread_mutex_unlock(&lock);
     return STATUS_OK;
@@ -593,9 +620,10 @@ Status report_open(const Stream *stream, int slot, const char *op, int axis, int
 {
     Slots &slots = devices[stream->device].slots;
     if (__atomic_load_n(&slots.states, __ATOMIC_ACQUIRE) == NULL) {
-        pthread_mutex_lock(&lock);
+        static pthread_mutex_t making = PTHREAD_MUTEX_INITIALIZER;
+        pthread_mutex_lock(&making);
         Status status = slots.states == NULL ? make_slots(&slots) : STATUS_OK;
-        pthread_mutex_unlock(&lock);
+        pthread_mutex_unlock(&making);
         if (status != STATUS_OK) return status;
     }
     if (__atomic_load_n(&slots.stale[slot], __ATOMIC_RELAXED)) {
@@ -652,9 +680,8 @@ Status slot_check(const Stream *stream, int slot, bool late)
 {
     /* One of several threads that wait at once is told, and the next call's index is not lost. */
     static pthread_mutex_t telling = PTHREAD_MUTEX_INITIALIZER;
-    const Slots &slots = devices[stream->device].slots;
-    if (slot < 0 || slots.noted == NULL ||
-        __atomic_load_n(&slots.noted[slot].call, __ATOMIC_ACQUIRE) == 0)
+    const BadIndex *noted = noted_on(stream->device);
+    if (slot < 0 || noted == NULL || __atomic_load_n(&noted[slot].call, __ATOMIC_ACQUIRE) == 0)
         return STATUS_OK;
     pthread_mutex_lock(&telling);
     Status status = tell(stream, slot, late);
@@ -699,6 +726,11 @@ Status stream_find_device(uintptr_t, int *)
 Stream *stream_hold(Stream *stream)
 {
     return stream;
+}
+
+bool stream_try_release(Stream *)
+{
+    return true;
 }
 
 void stream_release(Stream *) {}

@@ -176,9 +176,12 @@ Status clear_on_device(void *device, int byte, int64_t bytes, void *stream)
 template <bool UP>
 static Status copy_stretch(char *host, char *device, int64_t bytes, void *stream)
 {
-    CUDA_TRY(cudaMemcpyAsync(UP ? device : host, UP ? host : device, (size_t)bytes,
-                             UP ? cudaMemcpyHostToDevice : cudaMemcpyDeviceToHost,
-                             static_cast<cudaStream_t>(stream)));
+    for (int64_t piece; bytes > 0; host += piece, device += piece, bytes -= piece) {
+        piece = pinned_stretch(host, bytes);
+        CUDA_TRY(cudaMemcpyAsync(UP ? device : host, UP ? host : device, (size_t)piece,
+                                 UP ? cudaMemcpyHostToDevice : cudaMemcpyDeviceToHost,
+                                 static_cast<cudaStream_t>(stream)));
+    }
     return STATUS_OK;
 }
 
@@ -305,11 +308,19 @@ static bool ring_is_over(Ring *ring, int device)
 }
 
 /* Who takes a ring waits for nothing but the work of the own stream, and so no stream that is held
- * up can hold up others. */
-static bool ring_is_ready(Ring *ring, int device, cudaStream_t stream)
+ * up can hold up others. One that this stream has used is taken first, so that streams that take
+ * turns do not end up with more rings than they use at once. */
+static Ring **find_ring(int device, cudaStream_t stream)
 {
-    const bool same = ring->stream == stream && stream != cudaStreamPerThread;
-    return (same && !ring->unmarked) || ring_is_over(ring, device);
+    Ring **link = &rings.idle[device];
+    const auto is_own = [&](const Ring *ring) {
+        return ring->stream == stream && stream != cudaStreamPerThread && !ring->unmarked;
+    };
+    while (*link != NULL && !is_own(*link)) link = &(*link)->next;
+    if (*link != NULL) return link;
+    link = &rings.idle[device];
+    while (*link != NULL && !ring_is_over(*link, device)) link = &(*link)->next;
+    return link;
 }
 
 static void room_for_one_more(void)
@@ -323,8 +334,7 @@ static void room_for_one_more(void)
 static Ring *ring_take(int device, cudaStream_t stream, int64_t limit)
 {
     pthread_mutex_lock(&rings.lock);
-    Ring **link = &rings.idle[device];
-    while (*link != NULL && !ring_is_ready(*link, device, stream)) link = &(*link)->next;
+    Ring **link = find_ring(device, stream);
     Ring *ring = *link;
     const bool grows = ring == NULL && rings.bytes + RING_BYTES <= limit;
     if (ring != NULL) *link = ring->next;
@@ -369,25 +379,36 @@ void transfer_flush(int device)
     });
 }
 
-/* One copy. What the workers share with the caller is behind the lock. */
+struct Transfer;
+
+/* A caller and the workers, who do one copy after the other. What they share is behind the lock. */
+struct Crew {
+    pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+    pthread_cond_t work = PTHREAD_COND_INITIALIZER; /* there are slices */
+    pthread_cond_t done = PTHREAD_COND_INITIALIZER; /* a chunk has none left */
+    Transfer *transfer = NULL;                      /* the copy that is made, if there is one */
+    bool over = false;                              /* the workers are to leave */
+
+    bool helped = false; /* the caller's alone: the workers have been called */
+};
+
+/* One copy. All from opened on is behind the lock of the crew. */
 struct Transfer {
-    const Box *box;
+    Crew *crew;
+    Box box;
     int64_t begin, bytes; /* of the packed box */
     char *device;
     cudaStream_t stream;
+    int ordinal; /* of the device */
     Ring *ring;
     int64_t chunk_bytes, chunks;
+    int64_t ahead; /* chunks that the copy engine is given before the workers */
     void (*copy_slice)(const Transfer &, int64_t);
 
-    pthread_mutex_t lock;
-    pthread_cond_t work, done; /* there are slices; a chunk has none left */
-    int64_t opened;            /* chunks that the workers may have or had */
+    int64_t opened; /* chunks that the workers may have or had */
     int64_t opened_slices, taken_slices;
     int64_t slices_left[RING_BUFFERS]; /* of each buffer, that are not copied yet */
     char *populated, *populated_end;   /* what is still to be made ready */
-    bool over;                         /* the workers are to leave */
-
-    bool helped; /* the caller's alone: the workers have been called */
 };
 
 static int64_t smaller(int64_t one, int64_t other)
@@ -459,24 +480,25 @@ static void copy_slice(const Transfer &transfer, int64_t slice)
     const int64_t end = smaller(begin + SLICE_BYTES, transfer.bytes);
     const int64_t chunk = begin / transfer.chunk_bytes;
     char *packed = place_in_ring(transfer, chunk) + begin % transfer.chunk_bytes;
-    box_copy_bytes<UP>(*transfer.box, transfer.begin + begin, transfer.begin + end, packed);
+    box_copy_bytes<UP>(transfer.box, transfer.begin + begin, transfer.begin + end, packed);
 }
 
 /* With the lock, which is dropped meanwhile; so is it in populate. */
 static void take_slice(Transfer *transfer)
 {
+    Crew *crew = transfer->crew;
     const int64_t slice = transfer->taken_slices++;
-    pthread_mutex_unlock(&transfer->lock);
+    pthread_mutex_unlock(&crew->lock);
     transfer->copy_slice(*transfer, slice);
-    pthread_mutex_lock(&transfer->lock);
+    pthread_mutex_lock(&crew->lock);
     const int buffer = buffer_of(*transfer, slice * SLICE_BYTES / transfer->chunk_bytes);
-    if (--transfer->slices_left[buffer] == 0) pthread_cond_signal(&transfer->done);
+    if (--transfer->slices_left[buffer] == 0) pthread_cond_signal(&crew->done);
 }
 
 static bool is_to_populate(Transfer *transfer)
 {
     const char *reached =
-        transfer->box->base + transfer->begin + transfer->taken_slices * SLICE_BYTES;
+        transfer->box.base + transfer->begin + transfer->taken_slices * SLICE_BYTES;
     const int64_t passed = reached - transfer->populated; /* and written to, without help */
     if (passed > 0) transfer->populated += passed / HUGE_PAGE_BYTES * HUGE_PAGE_BYTES;
     return transfer->populated < transfer->populated_end &&
@@ -485,28 +507,30 @@ static bool is_to_populate(Transfer *transfer)
 
 static void populate(Transfer *transfer)
 {
+    Crew *crew = transfer->crew;
     char *page = transfer->populated;
     const int64_t bytes = smaller(transfer->populated_end - page, HUGE_PAGE_BYTES);
     transfer->populated += bytes;
-    pthread_mutex_unlock(&transfer->lock);
+    pthread_mutex_unlock(&crew->lock);
     constexpr int POPULATE_WRITE = 23; /* MADV_POPULATE_WRITE, of Linux 5.14: not in all headers */
     (void)madvise(page, (size_t)bytes, POPULATE_WRITE);
-    pthread_mutex_lock(&transfer->lock);
+    pthread_mutex_lock(&crew->lock); /* the copy may have come to its end meanwhile */
 }
 
 static void help(void *context, int64_t, int64_t)
 {
-    Transfer *transfer = static_cast<Transfer *>(context);
-    pthread_mutex_lock(&transfer->lock);
-    while (!transfer->over) {
-        if (is_to_populate(transfer))
+    Crew *crew = static_cast<Crew *>(context);
+    pthread_mutex_lock(&crew->lock);
+    while (!crew->over) {
+        Transfer *transfer = crew->transfer;
+        if (transfer != NULL && is_to_populate(transfer))
             populate(transfer);
-        else if (transfer->taken_slices < transfer->opened_slices)
+        else if (transfer != NULL && transfer->taken_slices < transfer->opened_slices)
             take_slice(transfer);
         else
-            pthread_cond_wait(&transfer->work, &transfer->lock);
+            pthread_cond_wait(&crew->work, &crew->lock);
     }
-    pthread_mutex_unlock(&transfer->lock);
+    pthread_mutex_unlock(&crew->lock);
 }
 
 static int64_t bytes_of_chunk(const Transfer &transfer, int64_t chunk)
@@ -515,46 +539,49 @@ static int64_t bytes_of_chunk(const Transfer &transfer, int64_t chunk)
 }
 
 /* Whoever finds the pool taken works alone, and tries again with the next chunk. */
-static void call_workers(Transfer *transfer)
+static void call_workers(Crew *crew)
 {
-    if (!transfer->helped) transfer->helped = parallel_begin(MOST_WORKERS, 1, help, transfer);
+    if (!crew->helped) crew->helped = parallel_begin(MOST_WORKERS, 1, help, crew);
 }
 
-static void dismiss_workers(Transfer *transfer)
+static void dismiss_workers(Crew *crew)
 {
-    if (!transfer->helped) return;
-    pthread_mutex_lock(&transfer->lock);
-    transfer->over = true;
-    pthread_cond_broadcast(&transfer->work);
-    pthread_mutex_unlock(&transfer->lock);
+    if (!crew->helped) return;
+    pthread_mutex_lock(&crew->lock);
+    crew->over = true;
+    pthread_cond_broadcast(&crew->work);
+    pthread_mutex_unlock(&crew->lock);
     parallel_end();
-    transfer->over = transfer->helped = false;
+    crew->over = crew->helped = false;
 }
 
 static void open_chunk(Transfer *transfer)
 {
+    Crew *crew = transfer->crew;
     const int64_t chunk = transfer->opened;
     const int64_t slices = (bytes_of_chunk(*transfer, chunk) + SLICE_BYTES - 1) / SLICE_BYTES;
-    pthread_mutex_lock(&transfer->lock);
+    pthread_mutex_lock(&crew->lock);
+    crew->transfer = transfer;
     transfer->opened++;
     transfer->opened_slices += slices;
     transfer->slices_left[buffer_of(*transfer, chunk)] = slices;
-    pthread_cond_broadcast(&transfer->work);
-    pthread_mutex_unlock(&transfer->lock);
-    call_workers(transfer);
+    pthread_cond_broadcast(&crew->work);
+    pthread_mutex_unlock(&crew->lock);
+    call_workers(crew);
 }
 
 /* Works, and waits, until all slices of a chunk are copied. */
 static void finish_chunk(Transfer *transfer, int64_t chunk)
 {
+    Crew *crew = transfer->crew;
     const int buffer = buffer_of(*transfer, chunk);
-    pthread_mutex_lock(&transfer->lock);
+    pthread_mutex_lock(&crew->lock);
     while (transfer->slices_left[buffer] > 0)
         if (transfer->taken_slices < transfer->opened_slices)
             take_slice(transfer);
         else
-            pthread_cond_wait(&transfer->done, &transfer->lock);
-    pthread_mutex_unlock(&transfer->lock);
+            pthread_cond_wait(&crew->done, &crew->lock);
+    pthread_mutex_unlock(&crew->lock);
 }
 
 static int64_t microseconds(void)
@@ -576,7 +603,7 @@ static Status await_buffer(Transfer *transfer, int64_t chunk)
         if (code != cudaErrorNotReady) return cuda_status(code, "cudaEventQuery");
         cuda_ignore(code);
     } while (microseconds() - begin < PATIENCE_MICROSECONDS);
-    dismiss_workers(transfer);
+    dismiss_workers(transfer->crew);
     CUDA_TRY(cudaEventSynchronize(event));
     return STATUS_OK;
 }
@@ -593,17 +620,41 @@ static Status send_chunk(const Transfer &transfer, int64_t chunk)
     return STATUS_OK;
 }
 
+/* Fresh memory has no gaps, and neither has what is made ready. */
+static void plan_populating(Transfer *transfer)
+{
+    if (transfer->box.ndim > 0 || transfer->bytes < LEAST_POPULATED_BYTES) return;
+    const uintptr_t begin = reinterpret_cast<uintptr_t>(transfer->box.base + transfer->begin);
+    const uintptr_t first = (begin + HUGE_PAGE_BYTES - 1) / HUGE_PAGE_BYTES * HUGE_PAGE_BYTES;
+    const uintptr_t last = (begin + transfer->bytes) / HUGE_PAGE_BYTES * HUGE_PAGE_BYTES;
+    transfer->populated = reinterpret_cast<char *>(first);
+    transfer->populated_end = reinterpret_cast<char *>(last);
+}
+
+/* Down, the copy engine comes first: it is as many chunks ahead as there are buffers. */
+template <bool UP>
+static Status begin_transfer(Transfer *transfer)
+{
+    const int64_t bytes = transfer->bytes;
+    transfer->copy_slice = copy_slice<UP>;
+    const int64_t slices = (bytes + LEAST_CHUNKS * SLICE_BYTES - 1) / (LEAST_CHUNKS * SLICE_BYTES);
+    transfer->chunk_bytes = smaller(slices * SLICE_BYTES, BUFFER_BYTES);
+    transfer->chunks = (bytes + transfer->chunk_bytes - 1) / transfer->chunk_bytes;
+    transfer->ahead = UP ? 0 : smaller(RING_BUFFERS, transfer->chunks);
+    if (!UP) plan_populating(transfer);
+    Status status = STATUS_OK;
+    for (int64_t chunk = 0; chunk < transfer->ahead && status == STATUS_OK; chunk++) {
+        status = await_buffer(transfer, chunk);
+        if (status == STATUS_OK) status = send_chunk<UP>(*transfer, chunk);
+    }
+    return status;
+}
+
 template <bool UP>
 static Status run_transfer(Transfer *transfer)
 {
     Status status = STATUS_OK;
     const int64_t chunks = transfer->chunks;
-    /* Down, the copy engine comes first: it is as many chunks ahead as there are buffers. */
-    const int64_t ahead = UP ? 0 : smaller(RING_BUFFERS, chunks);
-    for (int64_t chunk = 0; chunk < ahead && status == STATUS_OK; chunk++) {
-        status = await_buffer(transfer, chunk);
-        if (status == STATUS_OK) status = send_chunk<UP>(*transfer, chunk);
-    }
     for (int64_t chunk = 0; chunk < chunks && status == STATUS_OK; chunk++) {
         const int64_t most = smaller(chunk + OPENED_BUFFERS, chunks);
         while (transfer->opened < most && status == STATUS_OK) {
@@ -612,54 +663,31 @@ static Status run_transfer(Transfer *transfer)
         }
         if (status != STATUS_OK) break;
         finish_chunk(transfer, chunk);
-        if (chunk + ahead < chunks) status = send_chunk<UP>(*transfer, chunk + ahead);
+        if (chunk + transfer->ahead < chunks)
+            status = send_chunk<UP>(*transfer, chunk + transfer->ahead);
     }
     return status;
 }
 
-/* Fresh memory has no gaps, and neither has what is made ready. */
-static void plan_populating(Transfer *transfer)
+/* Whatever came of it: no worker is at it any more, and the ring is given back. */
+static Status end_transfer(Transfer *transfer, Status status)
 {
-    if (transfer->box->ndim > 0 || transfer->bytes < LEAST_POPULATED_BYTES) return;
-    const uintptr_t begin = reinterpret_cast<uintptr_t>(transfer->box->base + transfer->begin);
-    const uintptr_t first = (begin + HUGE_PAGE_BYTES - 1) / HUGE_PAGE_BYTES * HUGE_PAGE_BYTES;
-    const uintptr_t last = (begin + transfer->bytes) / HUGE_PAGE_BYTES * HUGE_PAGE_BYTES;
-    transfer->populated = reinterpret_cast<char *>(first);
-    transfer->populated_end = reinterpret_cast<char *>(last);
-}
+    Crew *crew = transfer->crew;
+    Ring *ring = transfer->ring;
+    if (status != STATUS_OK) dismiss_workers(crew);
+    pthread_mutex_lock(&crew->lock);
+    crew->transfer = NULL;
+    pthread_mutex_unlock(&crew->lock);
 
-/* The packed bytes of a box through a ring that was taken, which is given back. */
-template <bool UP>
-static Status transfer_through(Ring *ring, int device, const Box &box, int64_t begin, int64_t bytes,
-                               char *target, cudaStream_t stream)
-{
-    Transfer transfer = {};
-    transfer.lock = PTHREAD_MUTEX_INITIALIZER;
-    transfer.work = transfer.done = PTHREAD_COND_INITIALIZER;
-    transfer.box = &box;
-    transfer.begin = begin;
-    transfer.bytes = bytes;
-    transfer.device = target;
-    transfer.stream = stream;
-    transfer.ring = ring;
-    transfer.copy_slice = copy_slice<UP>;
-    const int64_t slices = (bytes + LEAST_CHUNKS * SLICE_BYTES - 1) / (LEAST_CHUNKS * SLICE_BYTES);
-    transfer.chunk_bytes = smaller(slices * SLICE_BYTES, BUFFER_BYTES);
-    transfer.chunks = (bytes + transfer.chunk_bytes - 1) / transfer.chunk_bytes;
-    if (!UP) plan_populating(&transfer);
-
-    Status status = run_transfer<UP>(&transfer);
-    dismiss_workers(&transfer);
-
-    ring->chunks += transfer.chunks;
-    ring->stream = stream;
+    ring->chunks += transfer->chunks;
+    ring->stream = transfer->stream;
     if (status != STATUS_OK) {
         /* What is queued may have no event behind it. */
         const Failure failure = *last_failure();
-        ring->unmarked = stream_drain(stream) != STATUS_OK;
+        ring->unmarked = stream_drain(transfer->stream) != STATUS_OK;
         status = fail_cuda(status, failure.cuda_code, failure.cuda_name, failure.text);
     }
-    ring_give(device, ring);
+    ring_give(transfer->ordinal, ring);
     return status;
 }
 
@@ -672,12 +700,13 @@ static bool is_captured(cudaStream_t stream)
     return code != cudaSuccess || capture != cudaStreamCaptureStatusNone;
 }
 
-/* Sets *done if the copy was worth a ring, and there was one: otherwise nothing has been done. */
+/* Of the packed box, the bytes that follow begin. The ring is NULL, and all else as it was, where
+ * the copy is not worth one, or there is none. */
 template <bool UP>
-static Status ring_transfer(const Box &box, int64_t begin, int64_t bytes, char *device,
-                            void *stream_of_call, bool *done)
+static Status open_transfer(Transfer *transfer, Crew *crew, const Box &box, int64_t begin,
+                            int64_t bytes, char *device, cudaStream_t stream)
 {
-    const cudaStream_t stream = static_cast<cudaStream_t>(stream_of_call);
+    transfer->ring = NULL;
     if (bytes < LEAST_RING_BYTES) return STATUS_OK;
     int64_t limit;
     Status status = pinned_limit(&limit);
@@ -689,11 +718,37 @@ static Status ring_transfer(const Box &box, int64_t begin, int64_t bytes, char *
     const cudaError_t code = cudaGetDevice(&current);
     cuda_ignore(code);
     if (code != cudaSuccess) return STATUS_OK;
+    Ring *ring = NULL;
+    in_spite_of_captures([&] { ring = ring_take(current, stream, limit); });
+    if (ring == NULL) return STATUS_OK;
+    *transfer = {};
+    transfer->crew = crew;
+    transfer->box = box;
+    transfer->begin = begin;
+    transfer->bytes = bytes;
+    transfer->device = device;
+    transfer->stream = stream;
+    transfer->ordinal = current;
+    transfer->ring = ring;
+    return STATUS_OK;
+}
+
+/* Sets *done if there was a ring for the copy: otherwise nothing has been done. */
+template <bool UP>
+static Status ring_transfer(const Box &box, int64_t begin, int64_t bytes, char *device,
+                            cudaStream_t stream, Crew *shared, bool *done)
+{
+    Crew own;
+    Transfer transfer;
+    Status status = open_transfer<UP>(&transfer, shared == NULL ? &own : shared, box, begin, bytes,
+                                      device, stream);
+    *done = transfer.ring != NULL;
+    if (!*done) return status;
     in_spite_of_captures([&] {
-        Ring *ring = ring_take(current, stream, limit);
-        if (ring == NULL) return;
-        *done = true;
-        status = transfer_through<UP>(ring, current, box, begin, bytes, device, stream);
+        status = begin_transfer<UP>(&transfer);
+        if (status == STATUS_OK) status = run_transfer<UP>(&transfer);
+        if (shared == NULL) dismiss_workers(&own);
+        status = end_transfer(&transfer, status);
     });
     return status;
 }
@@ -703,13 +758,15 @@ static Status ring_transfer(const Box &box, int64_t begin, int64_t bytes, char *
 constexpr int64_t STAGING_BYTES = 4 << 20;
 
 template <bool UP>
-static Status box_transfer(const Box &box, int64_t begin, int64_t end, char *device, void *stream)
+static Status box_transfer(const Box &box, int64_t begin, int64_t end, char *device, void *stream,
+                           Crew *crew = NULL)
 {
     if (begin >= end) return STATUS_OK;
     Box merged = box_merged(box);
     bool done = false;
-    Status status = ring_transfer<UP>(merged, begin * box.item_bytes,
-                                      (end - begin) * box.item_bytes, device, stream, &done);
+    Status status =
+        ring_transfer<UP>(merged, begin * box.item_bytes, (end - begin) * box.item_bytes, device,
+                          static_cast<cudaStream_t>(stream), crew, &done);
     if (done || status != STATUS_OK) return status;
     int64_t ratio = merged.item_bytes / box.item_bytes;
     if (merged.ndim == 0)
@@ -769,6 +826,82 @@ Status box_upload(const Box &box, int64_t begin, int64_t end, void *device, void
 Status box_download(const Box &box, void *device, void *stream)
 {
     return box_transfer<false>(box, 0, box_items(box), static_cast<char *>(device), stream);
+}
+
+/* Both ways at once. */
+
+constexpr int MOST_BEGUN = 2;
+
+struct Traffic {
+    Crew crew;
+    struct {
+        Transfer transfer; /* without a ring: */
+        Box box;
+        void *device, *stream;
+        bool is_sent; /* all that there is to do has been done, or queued */
+    } down[MOST_BEGUN];
+    int64_t begun, ended;
+};
+
+Status traffic_open(Traffic **traffic)
+{
+    *traffic = static_cast<Traffic *>(calloc(1, sizeof **traffic));
+    if (*traffic == NULL) return fail(STATUS_MEMORY_ERROR, "out of host memory for copies");
+    (*traffic)->crew = Crew();
+    return STATUS_OK;
+}
+
+Status traffic_up(Traffic *traffic, const Box &box, void *device, void *stream)
+{
+    return box_transfer<true>(box, 0, box_items(box), static_cast<char *>(device), stream,
+                              &traffic->crew);
+}
+
+Status traffic_begin_down(Traffic *traffic, const Box &box, void *device, void *stream)
+{
+    auto &down = traffic->down[traffic->begun % MOST_BEGUN];
+    const Box merged = box_merged(box);
+    down.box = box;
+    down.device = device;
+    down.stream = stream;
+    down.is_sent = false;
+    Status status = open_transfer<false>(
+        &down.transfer, &traffic->crew, merged, 0, box_items(box) * box.item_bytes,
+        static_cast<char *>(device), static_cast<cudaStream_t>(stream));
+    if (status != STATUS_OK) return status;
+    traffic->begun++;
+    if (down.transfer.ring != NULL) {
+        in_spite_of_captures([&] { status = begin_transfer<false>(&down.transfer); });
+    } else if (host_memory_is_pinned(merged.base)) {
+        down.is_sent = true;
+        status = box_download(box, device, stream);
+    }
+    return status;
+}
+
+Status traffic_end_down(Traffic *traffic)
+{
+    auto &down = traffic->down[traffic->ended++ % MOST_BEGUN];
+    if (down.is_sent) return STATUS_OK;
+    if (down.transfer.ring == NULL) return box_download(down.box, down.device, down.stream);
+    Status status;
+    in_spite_of_captures([&] {
+        status = run_transfer<false>(&down.transfer);
+        status = end_transfer(&down.transfer, status);
+    });
+    return status;
+}
+
+Status traffic_close(Traffic *traffic, Status status)
+{
+    dismiss_workers(&traffic->crew);
+    for (; traffic->ended < traffic->begun; traffic->ended++) {
+        Transfer *transfer = &traffic->down[traffic->ended % MOST_BEGUN].transfer;
+        if (transfer->ring == NULL) continue;
+        in_spite_of_captures([&] { status = end_transfer(transfer, status); });
+    }
+    free(traffic);
+    return status;
 }
 
 #endif

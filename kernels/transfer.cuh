@@ -37,6 +37,17 @@ Status clear_on_device(void *device, int byte, int64_t bytes, void *stream);
  * is not page-locked has been read, or written. */
 Status box_upload(const Box &box, int64_t begin, int64_t end, void *device, void *stream);
 Status box_download(const Box &box, void *device, void *stream);
+
+/* Copies of one caller in both directions at once. What comes down is begun, which only queues it,
+ * and ended later; in between the caller sends other things up. Two may be begun at a time, and the
+ * first of them is ended first. Until all is closed, the workers stay. */
+struct Traffic;
+Status traffic_open(Traffic **traffic);
+Status traffic_up(Traffic *traffic, const Box &box, void *device, void *stream);
+Status traffic_begin_down(Traffic *traffic, const Box &box, void *device, void *stream);
+Status traffic_end_down(Traffic *traffic);
+/* Given what the caller has failed with, if anything, of which it does not end what was begun. */
+Status traffic_close(Traffic *traffic, Status status);
 #endif
 
 #endif

@@ -286,10 +286,15 @@ def new_kind(*, lends=True, empty=None, wrong=(), previous=None, stream=0, autog
 
     `empty(shape, dtype, device)` allocates for it, and may raise. `wrong` names table entries to
     leave out, or is a dict of values for them. Counts of calls are in `kind.calls`.
+
+    `kind.fails` names functions that fail, and `kind.withholds` those that succeed without a
+    result. `kind.complaint` is the kind and the text of the allocator's error, and `kind.flaws`
+    says what is wrong with the tensors that it makes.
     """
 
     class Pot:
-        fails = ()
+        fails = withholds = ()
+        complaint = b"MemoryError", b"the pot is full\nof something"
 
         def __init__(self, data, /, **wrong):
             self.data = data
@@ -312,13 +317,15 @@ def new_kind(*, lends=True, empty=None, wrong=(), previous=None, stream=0, autog
     @ALLOCATE
     def allocate(prototype, out, context, set_error):
         if Pot.called("allocate") != 0:
-            set_error(context, b"MemoryError", b"the pot is full\nof something")
+            set_error(context, *Pot.complaint)
             return -1
+        if "allocate" in Pot.withholds:
+            return 0
         wanted = prototype.contents
         shape = tuple(wanted.shape[: wanted.ndim])
         dtype = dtype_of((wanted.code, wanted.bits))
         data = empty(shape, dtype, (wanted.device_type, wanted.device_id))
-        producer = Producer(data)
+        producer = Producer(data, **Pot.flaws)
         managed = producer.managed()
         out[0] = ctypes.addressof(managed)
         alive[out[0]] = producer
@@ -328,17 +335,20 @@ def new_kind(*, lends=True, empty=None, wrong=(), previous=None, stream=0, autog
     def from_object(pot, out):
         if Pot.called("from_object") != 0:
             return -1
+        if "from_object" in Pot.withholds:
+            return 0
         out[0] = ctypes.addressof(pot.producer.managed())
         return 0
 
     @TO_OBJECT
     def to_object(address, out):
         managed = Versioned.from_address(address)
-        if Pot.called("to_object") != 0:
+        status = Pot.called("to_object")
+        if status != 0 or "to_object" in Pot.withholds:
             alive.pop(address, None)
             if managed.deleter:
                 DELETER(managed.deleter)(address)
-            return -1
+            return status
         if address in alive:
             pot = Pot(alive.pop(address).owner)
             del LIVE[address]
@@ -380,7 +390,7 @@ def new_kind(*, lends=True, empty=None, wrong=(), previous=None, stream=0, autog
         setattr(table, name, wrong[name] if isinstance(wrong, dict) else None)
     if previous is not None:
         table.previous = ctypes.addressof(previous)
-    Pot.calls = {}
+    Pot.calls, Pot.flaws = {}, {}
     Pot.table = table
     Pot.alive = alive
     Pot.kept = [functions, NAMES, previous]

@@ -194,6 +194,7 @@ def footprint(device):
         "pinned allocations": live.pinned_allocations,
         "streams": live.streams,
         "libraries": live.libraries,
+        "registered bytes": live.registered_bytes,
         "current device": device.fake.current_device(),
     }
 

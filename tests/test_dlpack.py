@@ -8,6 +8,7 @@ import gc
 import subprocess
 import sys
 import threading
+import types
 import weakref
 
 import capsules
@@ -316,6 +317,15 @@ def test_complex32_is_moved(gpuops):
     assert moved.view(np.uint32).tolist() == [5, 0]
 
 
+def test_complex32_has_no_word_in_numpy(gpu):
+    pairs = np.arange(6, dtype=np.uint32)
+    for data in (pairs, gpu.gpuops.to_device(pairs)):
+        x = Producer(data, code=5, bits=32)
+        with pytest.raises(BufferError, match="x has dtype complex32, which NumPy has no word for"):
+            gpu.gpuops.asarray(x)
+        assert x.deleted == x.made == 1
+
+
 VIEWS = {
     "C order": lambda x: x,
     "F order": lambda x: x.T,
@@ -445,6 +455,8 @@ def test_read_only_on_a_device(gpu):
         frozen.fill(1)
     with pytest.raises(ValueError, match="read-only"):
         gpuops.gather(d, [1, 0], out=frozen)
+    with pytest.raises(ValueError, match="x is read-only, and scatter changes it in place"):
+        gpuops.scatter(frozen, [0], 7.0)
     with pytest.raises(BufferError, match="read-only"):
         frozen.__dlpack__()
     export = capsules.Export(frozen.__dlpack__(max_version=(1, 0)))
@@ -458,6 +470,64 @@ def test_read_only_on_a_device(gpu):
             view.fill(1)
     unsaid.copy().fill(1)
     same(d.to_host(), HOST)
+
+
+class Speechless(Named):
+    """An array of a dtype that DLPack has no word for, and NumPy has one."""
+
+    def __dlpack__(self, **options):
+        raise BufferError("no word")
+
+
+class Convertible(Speechless):
+    def __array__(self, dtype=None, copy=None):
+        if self.fields["data"] is None:
+            raise ArithmeticError("no array")
+        return self.owner
+
+
+def test_numpy_converts_what_dlpack_has_no_word_for(gpuops):
+    dates = np.array(["2000-01-01", "2000-01-02"], "M8[D]")
+    x = Convertible(HOST)
+    x.owner = dates
+    assert gpuops.gather(x, [1], device="cpu") == dates[[1]].tolist()
+    dates.flags.writeable = False
+    with pytest.raises(ValueError, match="out is read-only"):
+        gpuops.gather(dates, [1, 0], out=x, device="cpu")
+    with pytest.raises(BufferError, match="no word"):
+        gpuops.gather(Speechless(HOST), [1], device="cpu")
+    with pytest.raises(ArithmeticError, match="no array"):
+        gpuops.gather(Convertible(HOST, data=None), [1], device="cpu")
+
+
+def test_a_library_without_a_namespace(gpu, monkeypatch):
+    """Its package makes the result, if that takes arrays by DLPack; if not, it is our own."""
+    gpuops = gpu.gpuops
+    package = types.ModuleType("library")
+    package.from_dlpack = lambda array: ["made", array.to_host()]
+    monkeypatch.setitem(sys.modules, "library", package)
+
+    class Array(Producer):
+        __module__ = "library.core"
+
+    class Last(Array):
+        __module__ = "library.core"
+
+        def __dlpack__(self, **options):
+            del package.from_dlpack
+            return super().__dlpack__(**options)
+
+    d = gpuops.to_device(HOST)
+    made, array = gpuops.gather(Array(d), [1])
+    assert made == "made"
+    same(array, HOST[[1]])
+    with pytest.raises(TypeError, match="Last'> has no namespace"):
+        gpuops.gather(Last(d), [1])
+    for module in ("library.core", "nowhere.core", 7):
+        Array.__module__ = module
+        result = gpuops.gather(Array(d), [1])
+        assert type(result) is gpuops.DeviceArray
+        same(result.to_host(), HOST[[1]])
 
 
 # Lifetimes.
@@ -853,6 +923,14 @@ def test_from_dlpack_shares(gpu):
     assert managed.ptr == d.ptr
     for device in ("cuda", d.device, f"cuda:{d.device}"):
         assert gpuops.from_dlpack(Producer(d), device=device).ptr == d.ptr
+
+
+def test_from_dlpack_does_not_copy_between_devices(fake_device):
+    gpuops = fake_device.gpuops
+    producer = Producer(gpuops.to_device(HOST, device=0))
+    with pytest.raises(BufferError, match="x is on cuda:0, and from_dlpack.. does not copy"):
+        gpuops.from_dlpack(producer, device=1)
+    same(gpuops.from_dlpack(producer, device=0).to_host(), HOST)
 
 
 def test_from_dlpack_to_a_device_of_dlpack(gpu):

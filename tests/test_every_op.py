@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import leaving_nothing
 from operators import EXAMPLES, OPERATORS, is_in_place, parameters_of, required_arguments
 
 
@@ -248,6 +249,22 @@ def test_bad_operands_raise_type_errors(operator, function):
             arguments[position] = wrong
             with pytest.raises((TypeError, IndexError)):
                 function(*arguments)
+
+
+def test_a_capture_is_not_spoilt_by_host_arrays(fake_device, operator):
+    """They are refused, and whoever captures goes on."""
+    gpuops, fake = fake_device.gpuops, fake_device.fake
+    with leaving_nothing(fake_device):
+        stream = gpuops.Stream(device=0)
+        fake.set_capturing(stream.ptr, True)
+        try:
+            with pytest.raises(ValueError, match="captured into a graph"):
+                getattr(gpuops, operator.name)(*required_arguments(operator), stream=stream)
+        finally:
+            fake.set_capturing(stream.ptr, False)
+        getattr(gpuops, operator.name)(*required_arguments(operator), stream=stream)
+        assert fake.take_misuse() == ""
+        del stream
 
 
 def test_the_cpu_leaves_the_gpu_alone(fake_device, operator):

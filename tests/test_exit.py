@@ -241,6 +241,31 @@ class Owner:
 imported = gpuops.asarray(Owner())
 kept = [imported, imported[1:].__dlpack__()]
 """,
+    "page-locked arrays": """
+kept = [gpuops.pin(x), gpuops.pin(x[3:]), gpuops.pinned_empty(5), gpuops.pinned_empty(1 << 20)]
+kept.append(kept)
+gpuops.pin(indices).__enter__()
+""",
+    "a block of page-locked memory that is never left": """
+def generator():
+    with gpuops.pinned_memory():
+        yield np.arange(100_000.0)
+suspended = generator()
+kept = [next(suspended), np.arange(500_000.0)]
+sys.kept = np.arange(10.0)
+threading.Thread(target=gpuops.pinned_memory().__enter__).start()
+""",
+    "arrays that are made and freed late": """
+class Late:
+    def __init__(self):
+        self.make, self.kept = np.zeros, [np.zeros(size) for size in (10, 10_000, 100 << 17)]
+    def __del__(self):
+        self.kept += [self.make(size) for size in (10, 10_000, 100 << 17)]
+        self.kept = [array + 1 for array in self.kept]
+gpuops.pinned_memory().__enter__()
+late, sys.late = Late(), Late()
+late.late = late
+""",
     "a limit of memory": "gpuops.memory_limit(d.nbytes << 4); d = gpuops.zeros(10)",
     "calls from __del__, with arrays": """
 class Late:
@@ -328,17 +353,28 @@ class Last:
     def __del__(self):
         self.write(1, b"%d calls" % (self.fake.calls() - self.before))
 
+class Late:
+    def __init__(self):
+        self.make, self.write = np.zeros, os.write
+    def __del__(self):
+        self.write(1, b"%d bytes, " % self.make(5 << 20).nbytes)
+
 def keep():
     d, stream, event = gpuops.to_device(np.arange(700_000)), gpuops.Stream(), gpuops.Event()
     stream.record(event)
-    return [d, d[1:], gpuops.gather(d, [1], stream=stream), stream, event, d.__dlpack__()]
+    with gpuops.pinned_memory():
+        pinned = [np.zeros(10), np.zeros(1 << 20), gpuops.pinned_empty(3), gpuops.pin(x)]
+    return [pinned, d, d[1:], gpuops.gather(d, [1], stream=stream), stream, event, d.__dlpack__()]
 
 # What sys holds goes at the very end, in the order in which it came there.
-sys.kept = keep()
+gpuops.pinned_memory().__enter__()
+sys.kept, sys.late = keep(), Late()
 sys.last = last = Last()
 """
     source = BEGIN.replace("BEFORE_THE_IMPORT", before) + source
-    assert run_child(fake_device.gpuops, source, GPUOPS_DEVICE="cuda:0") == "0 calls"
+    assert (
+        run_child(fake_device.gpuops, source, GPUOPS_DEVICE="cuda:0") == "41943040 bytes, 0 calls"
+    )
 
 
 def test_exit_with_modules(gpu, tmp_path):

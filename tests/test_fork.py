@@ -245,6 +245,10 @@ d, stream = gpuops.to_device(x), gpuops.Stream()
 view, result = d[1:], gpuops.gather(d, indices, stream=stream)
 event, capsule = stream.record(), d.__dlpack__(max_version=(1, 3))
 imported = gpuops.from_dlpack(d)
+pin, pinned = gpuops.pin(x), gpuops.pinned_empty(1 << 20)
+pinned[...] = 5
+with gpuops.pinned_memory():
+    made = [np.arange(10), np.arange(1 << 20)]
 if fake:
     fake.set_scheduler("lazy")
 # Its owner is told when the work is over, which nobody asks for before the fork.
@@ -264,6 +268,8 @@ def refused():
         event.synchronize, event.query, gpuops.Stream, gpuops.Event, gpuops.synchronize,
         gpuops.memory_info, gpuops.empty_cache, lambda: gpuops.memory_limit(1 << 20),
         lambda: d.__dlpack__(dl_device=(1, 0)), lambda: gpuops.asarray(d).to_host(),
+        lambda: gpuops.pin(x), lambda: gpuops.pin(indices), lambda: gpuops.pinned_empty(3),
+        gpuops.pinned_memory().__enter__,
     ):
         try:
             call()
@@ -279,14 +285,19 @@ def refused():
     assert cuda_calls() == calls, f"{cuda_calls() - calls} CUDA calls"
 
 def drop():
-    global d, view, result, stream, event, capsule, imported
+    global d, view, result, stream, event, capsule, imported, pin, pinned, made
     calls = cuda_calls()
-    del d, view, result, stream, event, capsule, imported
+    assert (pinned == 5).all() and made[1][-1] == (1 << 20) - 1
+    pinned[0], made[0][0] = 6, 1
+    made[0].resize(100_000, refcheck=False)
+    pin.release()
+    del d, view, result, stream, event, capsule, imported, pin, pinned, made
     gc.collect()
     on_cpu()
     assert cuda_calls() == calls, f"{cuda_calls() - calls} CUDA calls"
 BODY
 assert (d.to_host() == x).all() and (result.to_host() == expected).all()
+assert (pinned == 5).all() and made[0][0] == 0 and pin.locked
 stream.synchronize()
 event.synchronize()
 print("done")
@@ -305,6 +316,8 @@ def work():
             gpuops.synchronize()
             gpuops.memory_info()
             gpuops.Stream().record()
+            with gpuops.pinned_memory():
+                gpuops.pin(np.zeros(10_000)).release()
 threads = [threading.Thread(target=work, daemon=True) for _ in range(3)]
 for thread in threads:
     thread.start()
@@ -327,6 +340,19 @@ thread = threading.Thread(target=work)
 thread.start()
 thread.join()
 assert left
+""",
+    "within a block of page-locked memory": """
+def compute():
+    calls = cuda_calls()
+    small = [np.arange(10) + 1 for _ in range(100)]
+    large = np.zeros(5 << 20) + 1
+    assert large.all() and all((one == np.arange(1, 11)).all() for one in small)
+    on_cpu()
+    assert cuda_calls() == calls, f"{cuda_calls() - calls} CUDA calls"
+with gpuops.pinned_memory():
+    in_child(compute)
+    in_child(lambda: (refused(), compute(), in_child(compute), drop()))
+    compute_here = np.arange(10) + 1
 """,
     "a child that ends as any process does": """
 sys.stdout.flush()

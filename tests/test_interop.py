@@ -4,9 +4,11 @@ The same libraries on a GPU are in test_libraries.py. A type with the exchange A
 arrays are on the host, on the fake runtime or on a real GPU, stands for those of torch.
 """
 
+import array
 import ctypes
 import gc
 import os
+import sys
 import timeit
 
 import capsules
@@ -14,6 +16,7 @@ import numpy as np
 import pytest
 from capsules import CPU, CUDA, METAL, READ_ONLY, Producer, new_kind
 from conftest import leaving_nothing
+from faults.paths import Interface, Lender
 from helpers import filled_array, run_child, same
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -550,7 +553,7 @@ def place(request):
     """Makes an ndarray or a DeviceArray, and reads it back."""
     name, where = request.param.split("-")
     device = request.getfixturevalue(f"{name}_device")
-    with leaving_nothing(device), device.gpuops.device(device.spec):
+    with leaving_nothing(device), device.gpuops.device(device.default):
         yield Place(device.gpuops, device if where == "device" else None)
 
 
@@ -619,6 +622,36 @@ def test_exchange_indices_of_host_data(gpu, dtype):
         gpuops.gather(np.zeros(3, "U3"), indices)
 
 
+def test_a_host_result_without_a_word(gpuops):
+    """The result is of the kind of the indices, also where its elements are as long as theirs."""
+    kind = new_kind()
+    indices = kind(np.array([0, 0]))
+    same(gpuops.take(np.float32(7), indices, device="cpu").data, np.array([7, 7], "f4"))
+    for scalar in (np.str_("ab"), np.str_("abc"), np.datetime64(3, "s"), np.void(b"12345678")):
+        with pytest.raises(BufferError, match="DLPack has no word for dtype") as caught:
+            gpuops.take(scalar, indices, device="cpu")
+        assert str(scalar.dtype) in str(caught.value)
+
+
+def test_a_host_result_that_numpy_has_no_word_for(gpuops):
+    """Complex numbers of twice 16 bits, say, are plain bytes on their way."""
+    kept = []
+
+    @capsules.TO_OBJECT
+    def to_object(address, out):
+        name = ctypes.addressof(capsules.NAMES[capsules.VERSIONED])
+        export = capsules.Export(capsules.capsule_new(address, name, None))
+        kept.append((export.dtype, export.shape, ctypes.string_at(export.data, 8)))
+        export.consume()()
+        return -1
+
+    kind = new_kind(wrong={"to_object": ctypes.cast(to_object, ctypes.c_void_p)})
+    data = np.array([1, 2, 3], "u4")
+    with pytest.raises(RuntimeError, match="could not take the result over"):
+        gpuops.gather(kind(data, code=5, bits=32), [2, 0])
+    assert kept == [((5, 32), (2,), data[[2, 0]].tobytes())]
+
+
 @pytest.mark.parametrize("wrong", ["shape", "dtype", "device"])
 def test_a_result_that_was_not_asked_for(gpu, wrong):
     gpuops = gpu.gpuops
@@ -633,6 +666,52 @@ def test_a_result_that_was_not_asked_for(gpu, wrong):
     with pytest.raises(BufferError, match="allocated something else than was asked for"):
         gpuops.gather(x, [0])
     kind.alive.clear()
+
+
+FLAWS = {
+    "another version": {"version": (2, 0)},
+    "another kind of numbers": {"code": 0},
+    "fewer axes": {"ndim": 1},
+    "another device": {"device": (CUDA, 1)},
+    "no device": {"device": (METAL, 0)},
+}
+
+
+@pytest.mark.parametrize("name", FLAWS)
+def test_a_result_with_a_flaw(gpu, name):
+    kind = new_kind(empty=Place(gpu.gpuops, gpu).empty)
+    x = kind(gpu.gpuops.to_device(HOST))
+    for flaws, text in [
+        (FLAWS[name], "> allocated something else than was asked for$"),
+        ({"lanes": 3}, "^the result has elements that gpuops does not know"),
+    ]:
+        kind.flaws = flaws
+        with pytest.raises(BufferError, match=text):
+            gpu.gpuops.gather(x, [0])
+        assert [producer.deleted for producer in kind.alive.values()] == [1]
+        kind.alive.clear()
+
+
+COMPLAINTS = {
+    "the kind": (b"MemoryError", b"full", MemoryError, "full"),
+    "torch's text": (b"", b"CUDA out of memory. Tried", MemoryError, "CUDA out of memory. Tried"),
+    "its text on the host": (b"E", b"can't allocate memory: 9", MemoryError, ".*memory: 9"),
+    "another reason": (b"RuntimeError", b"no luck\n at line 7", RuntimeError, "no luck"),
+    "no reason": (None, None, RuntimeError, ""),
+    "a long one": (b"k" * 99, b"x" * 999, RuntimeError, "x{511}"),
+}
+
+
+@pytest.mark.parametrize("name", COMPLAINTS)
+def test_what_an_allocator_complains_of(gpu, name):
+    place = Place(gpu.gpuops, gpu)
+    kind = new_kind(empty=place.empty)
+    *kind.complaint, error, text = COMPLAINTS[name]
+    kind.fails = ("allocate",)
+    x = kind(place.put(HOST))
+    with pytest.raises(error, match=rf"Pot'> could not allocate the result: {text}$") as caught:
+        gpu.gpuops.gather(x, [0])
+    assert type(caught.value) is error
 
 
 @pytest.mark.parametrize("ordinal", [2, 70, 100_000, (1 << 31) - 1])
@@ -705,6 +784,57 @@ def test_exchange_failures(place, name):
     with pytest.raises(error, match=match):
         place.gpuops.gather(x, [0])
     kind.fails = ()
+    same(place.get(place.gpuops.gather(x, [1]).data), HOST[[1]])
+
+
+WITHHELD = {
+    "from_object": (BufferError, "x is not exported as DLPack 1"),
+    "to_object": (RuntimeError, "could not take the result over"),
+    "allocate": (RuntimeError, "could not allocate the result: $"),
+}
+
+
+def test_what_is_lent_and_not_given(gpu):
+    """A call borrows the memory, and whoever keeps it has to be given it."""
+    kind = new_kind(empty=Place(gpu.gpuops, gpu).empty)
+    kind.fails = ("from_object",)
+    x = kind(gpu.gpuops.to_device(HOST))
+    same(gpu.gpuops.gather(x, [1]).data.to_host(), HOST[[1]])
+    with pytest.raises(BufferError, match="x could not be exported, for reasons it does not tell"):
+        gpu.gpuops.asarray(x)
+
+
+def test_an_out_that_numpy_has_no_word_for(gpu, lends):
+    """On the device their dtypes are compared as DLPack says them."""
+    gpuops = gpu.gpuops
+    kind = new_kind(lends=lends)
+    pairs = np.arange(6, dtype="u4")
+    x = kind(gpuops.to_device(pairs), code=5, bits=32)
+    out = kind(gpuops.to_device(pairs[:2]), code=5, bits=32)
+    assert gpuops.gather(x, [5, 3], out=out) is out
+    assert out.data.to_host().tolist() == [5, 3]
+    named = kind(gpuops.to_device(pairs[:2]))
+    with pytest.raises(TypeError, match="out has dtype uint32, and the result has dtype None"):
+        gpuops.gather(x, [1, 1], out=named)
+    with pytest.raises(TypeError, match="out has dtype None, and the result has dtype uint32"):
+        gpuops.gather(named, [1, 1], out=out)
+    other = kind(gpuops.to_device(pairs[:2].astype("u2")), code=4, bits=16, lanes=1)
+    with pytest.raises(TypeError, match="output array does not match result of gather"):
+        gpuops.gather(x, [1, 1], out=other)
+    assert named.data.to_host().tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("name", WITHHELD)
+def test_success_without_a_result(place, name):
+    if place.gpu is None and name == "allocate":
+        pytest.skip("not on the host")
+    kind = new_kind(lends=False, empty=place.empty)
+    kind.withholds = (name,)
+    error, match = WITHHELD[name]
+    x = kind(place.put(HOST))
+    with pytest.raises(error, match=match):
+        place.gpuops.gather(x, [0])
+    kind.withholds = ()
     same(place.get(place.gpuops.gather(x, [1]).data), HOST[[1]])
 
 
@@ -783,9 +913,45 @@ def test_autograd(place):
     with pytest.raises(BufferError, match="the conjugate of what its memory holds"):
         place.gpuops.gather(numbers, [1])
     # Integers have no gradient, and nobody asks them.
-    whole = kind(place.put(np.arange(3)))
-    whole.requires_grad = True
-    same(place.get(place.gpuops.gather(whole, [1]).data), np.array([1]))
+    for dtype in ("i8", "u1", "?"):
+        whole = kind(place.put(np.arange(3).astype(dtype)))
+        whole.requires_grad = True
+        same(place.get(place.gpuops.gather(whole, [1]).data), np.array([1], dtype))
+
+
+def test_autograd_without_an_answer(place):
+    """What a library raises when it is asked goes through."""
+
+    class Undecided:
+        def __bool__(self):
+            raise ArithmeticError("neither nor")
+
+    def fails():
+        raise ArithmeticError("no answer")
+
+    kind = new_kind(autograd=True, empty=place.empty)
+    x = kind(place.put(HOST.astype("c16")))
+    for name, wrong, text in [
+        ("requires_grad", Undecided(), "neither nor"),
+        ("is_conj", fails, "no answer"),
+        ("is_neg", fails, "no answer"),
+        ("is_neg", Undecided, "neither nor"),
+    ]:
+        setattr(x, name, wrong)
+        with pytest.raises(ArithmeticError, match=text):
+            place.gpuops.gather(x, [1])
+        setattr(x, name, False if name == "requires_grad" else bool)
+    same(place.get(place.gpuops.gather(x, [1]).data), HOST[[1]].astype("c16"))
+
+
+@pytest.mark.parametrize("missing", ["requires_grad", "is_conj", "is_neg"])
+def test_a_library_that_is_not_asked_about_autograd(gpuops, missing):
+    """Only a type that has all three attributes follows what is done with its arrays."""
+    kind = new_kind(autograd=True)
+    delattr(kind, missing)
+    x = kind(HOST)
+    x.requires_grad = x.negative = True
+    same(gpuops.gather(x, [1], device="cpu").data, HOST[[1]])
 
 
 def test_the_work_stream_of_a_library(gpu):
@@ -894,6 +1060,62 @@ def test_to_object_of_host_memory(gpu, table):
     assert producer.deleted == 1
 
 
+@pytest.fixture(params=["nothing", "no module", "another module"])
+def unloaded(gpu, request, monkeypatch):
+    """Where the module of the table was, there is something else."""
+    name = gpu.gpuops._core.__name__
+    if request.param == "nothing":
+        monkeypatch.delitem(sys.modules, name)
+    else:
+        monkeypatch.setitem(sys.modules, name, 7 if request.param == "no module" else array)
+
+
+UNLOADED = "gpuops has been unloaded"
+
+
+def test_the_table_outlives_its_module(gpu, table, unloaded):
+    producer = Producer(gpu.gpuops.to_device(HOST))
+    managed = producer.managed()
+    for name, kind, arguments in [
+        ("from_object", capsules.FROM_OBJECT, [producer.owner]),
+        ("to_object", capsules.TO_OBJECT, [ctypes.addressof(managed)]),
+        ("work_stream", capsules.WORK_STREAM, [CUDA, 0]),
+    ]:
+        with pytest.raises(RuntimeError, match=UNLOADED):
+            call_out(getattr(table, name), kind, *arguments)
+    assert producer.deleted == 1
+    assert call_out(table.work_stream, capsules.WORK_STREAM, CPU, 0) == (0, None)
+    assert allocate(table, (3,)) == ("RuntimeError", UNLOADED)
+
+
+OWN_FUNCTIONS = {
+    "from_object": (BufferError, f"x cannot be shared: {UNLOADED}$"),
+    "work_stream": (BufferError, f"x cannot be shared: {UNLOADED}$"),
+    "allocate": (RuntimeError, f"could not allocate the result: {UNLOADED}$"),
+    "to_object": (RuntimeError, f"^{UNLOADED}$"),
+}
+
+
+@pytest.mark.parametrize("name", OWN_FUNCTIONS)
+def test_what_functions_in_c_raise(gpu, table, unloaded, name):
+    """One function of a library is that of a module which is gone."""
+    place = Place(gpu.gpuops, gpu)
+    kind = new_kind(lends=False, empty=place.empty, wrong={name: getattr(table, name)})
+    x = kind(place.put(HOST))
+    error, text = OWN_FUNCTIONS[name]
+    with pytest.raises(error, match=text):
+        gpu.gpuops.gather(x, [0])
+    kind.alive.clear()
+    gc.collect()
+    assert x.producer.deleted == x.producer.made
+
+
+def test_an_exception_of_a_function_in_c(gpu, table):
+    kind = new_kind(lends=False, wrong={"from_object": table.from_object})
+    with pytest.raises(TypeError, match=r"expected a gpuops\.DeviceArray, not <class .*Pot'>"):
+        gpu.gpuops.gather(kind(gpu.gpuops.to_device(HOST)), [0])
+
+
 def test_work_stream(gpu, table):
     gpuops = gpu.gpuops
     ask = capsules.WORK_STREAM
@@ -959,6 +1181,16 @@ def test_allocate(gpu, table, without_gil):
         capsules.DELETER(managed.deleter)(ctypes.addressof(managed))
 
 
+def test_allocate_fails_for_somebody_who_does_not_ask_why(gpu, table):
+    sizes = capsules.integers((1 << 50,))
+    prototype = capsules.Tensor(device_type=CUDA, ndim=1, code=2, bits=64, lanes=1, shape=sizes)
+    out = ctypes.c_void_p(7)
+    allocate = capsules.ALLOCATE(table.allocate)
+    quiet = ctypes.cast(None, capsules.SET_ERROR)
+    assert allocate(ctypes.pointer(prototype), ctypes.pointer(out), None, quiet) == -1
+    assert out.value is None
+
+
 @pytest.mark.parametrize("without_gil", [False, True])
 def test_allocate_fails(gpu, table, without_gil):
     def fails(*arguments, **options):
@@ -985,3 +1217,27 @@ def test_one_build_takes_arrays_of_another(fake_device, cpu_device):
     with pytest.raises((BufferError, cpu_device.gpuops.DeviceError)):
         cpu_device.gpuops.gather(d, [0])
     same(d.to_host(), HOST)
+
+
+@pytest.mark.parametrize("where", ["their stream", "another stream"])
+@pytest.mark.parametrize("role", ["x", "out"])
+def test_their_stream_may_be_gone_when_the_work_is_over(fake_device, role, where):
+    """Of an array that nobody holds any more, the work is waited for, and not their stream."""
+    gpuops, fake = fake_device.gpuops, fake_device.fake
+
+    def call():
+        lender = Lender(fake_device)
+        x, out = gpuops.to_device(HOST), gpuops.empty(HOST[[2, 0]].shape, HOST.dtype)
+        theirs = Interface(x if role == "x" else out, lender.handle.value)
+        operands = {"x": x, "out": out, role: theirs}
+        stream = gpuops.Stream() if where == "another stream" else None
+        gpuops.gather(operands["x"], [2, 0], out=operands["out"], stream=stream)
+        del theirs, operands
+        fake.run()
+        assert fake.library.cudaStreamDestroy(lender.handle) == 0
+        gpuops.synchronize(0)
+        same(out.to_host(), HOST[[2, 0]])
+
+    with leaving_nothing(fake_device), gpuops.device("cuda:0"):
+        fake.set_scheduler("lazy")
+        call()

@@ -300,6 +300,37 @@ extern "C" __global__ void find(float *x, unsigned long long *address)
         assert address.to_host()[0] == x.ctypes.data
 
 
+@pytest.mark.parametrize("locked", ["all", "the ends", "in pieces"])
+def test_what_pin_has_locked(gpu, locked):
+    """A kernel works in place on what was locked in one piece, from its first byte to its last."""
+    source = """
+extern "C" __global__ void find(float *x, unsigned long long *address)
+{
+    *address = reinterpret_cast<unsigned long long>(x);
+    x[999] = x[0] + 4;
+}
+"""
+
+    def twin(launch):
+        x, address = launch.read("p", "p")
+        device_array(address, 1, "u8")[0] = x
+        values = device_array(x, 1000, "f4")
+        values[999] = values[0] + 4
+
+    types = (("x", "float32*"), ("address", "uint64*"))
+    if gpu.fake is not None:
+        gpu.fake.set_scheduler("lazy")
+    x, address = np.ones(1000, np.float32), gpu.gpuops.zeros(1, "u8")
+    parts = {"all": [x], "the ends": [x[:10], x[-10:]], "in pieces": [x[:500], x[500:]]}[locked]
+    pins = [gpu.gpuops.pin(part) for part in parts]
+    with twins(gpu, find=twin):
+        load(gpu, source, {"find": types})["find"][1, 1](x, address)
+        assert x[0] == 1 and x[999] == 5
+        assert (address.to_host()[0] == x.ctypes.data) == (locked == "all")
+    for pin in pins:
+        pin.release()
+
+
 # Scalars.
 
 
@@ -414,6 +445,13 @@ def test_half_precision_scalars(gpu):
 def test_half_precision_scalars_that_do_not_fit(gpu, word, value):
     with pytest.raises(OverflowError, match="cannot hold the Python float"):
         passed(gpu, "unsigned short", value, 2, word)
+
+
+def test_complex_scalars_that_do_not_fit(gpu):
+    assert passed(gpu, "double", 1e30 - 2j, 8, "complex64") == np.complex64(1e30 - 2j).tobytes()
+    for value in (1e300 + 1j, 1 - 1e300j):
+        with pytest.raises(OverflowError, match="cannot hold the Python complex"):
+            passed(gpu, "double", value, 8, "complex64")
 
 
 def test_structures(gpu):
@@ -1008,6 +1046,8 @@ extern "C" __global__ void use(float *x)
             module.get_global("nothing")
         with pytest.raises(TypeError):
             module.get_global("table", object)
+        with pytest.raises(TypeError, match="must be str, not int"):
+            module.get_global(7)
         del module
         gc.collect()
         assert table.to_host().tolist() == [5, 5, 5, 5], "the array keeps the module"

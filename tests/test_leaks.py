@@ -335,6 +335,10 @@ class Arrays:
 
 DEVICE_GOOD = {
     "gather, out": lambda gpuops, a: gpuops.gather(a.x, a.indices, out=a.out),
+    "pin": lambda gpuops, a: gpuops.pin(ROWS).release(),
+    "pins": lambda gpuops, a: [gpuops.pin(ROWS[1:]), gpuops.pin(ROWS)],
+    "pinned_empty": lambda gpuops, a: gpuops.pinned_empty(1000),
+    "pinned_memory": lambda gpuops, a: allocate_pinned(gpuops),
     "gather": lambda gpuops, a: gpuops.gather(a.x, a.indices),
     "another stream": lambda gpuops, a: gpuops.gather(a.x, a.indices, stream=a.stream),
     "a stream for once": lambda gpuops, a: gpuops.gather(
@@ -396,6 +400,11 @@ DEVICE_FAILING = {
 
 # The rest is made some thousand times each.
 DEVICE_SHARES = {"gather, out": 0.4, "gather": 0.3}
+
+
+def allocate_pinned(gpuops):
+    with gpuops.pinned_memory():
+        return ROWS.copy(), ROWS.repeat(1000)
 
 
 def enter_and_leave(stream):

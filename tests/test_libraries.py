@@ -1340,6 +1340,8 @@ def test_calls_leave_nothing(library, gpuops):
 
 
 def test_threads_with_streams_of_their_own(torch, gpuops):
+    """GPUOPS_TEST_CALLS is the number of calls of each."""
+    count = int(os.environ.get("GPUOPS_TEST_CALLS", 200))
     table = torch.rand(10_000, 16, device="cuda")
     errors = []
 
@@ -1347,7 +1349,7 @@ def test_threads_with_streams_of_their_own(torch, gpuops):
         try:
             with torch.cuda.stream(torch.cuda.Stream()):
                 generator = torch.Generator(device="cuda").manual_seed(number)
-                for _ in range(200):
+                for _ in range(count):
                     indices = torch.randint(10_000, (300,), device="cuda", generator=generator)
                     result = gpuops.gather(table, indices)
                     assert torch.equal(result, table[indices])

@@ -7,7 +7,7 @@ from faults.sweep import set_nomemory
 from helpers import run_child
 
 HELD = [
-    "DeviceError", "DeviceLostError", "ForkedProcessError", "DeviceArray", "Stream", "Event",
+    "DeviceError", "DeviceLostError", "ForkedProcessError", "DeviceArray", "Stream", "Event", "pin",
     "Module", "Kernel", "Pointer", "In", "Out", "InOut",
 ]  # fmt: skip
 

@@ -1,11 +1,13 @@
 """The compiler and its machine code, below `compile`: no GPU is needed."""
 
+import ast
 import random
 import struct
 import threading
 from pathlib import Path
 
 import pytest
+from faults import build
 from helpers import run_child
 from rtc import cubin, open_nvrtc
 
@@ -104,6 +106,8 @@ def test_options_that_make_no_machine_code(core):
         ((b"a", b"n", (), {"h": b""}, ()), TypeError),
         ((b"a", b"n", (), [], ()), TypeError),
         (("a", b"n", (), None, ()), TypeError),
+        ((b"a", b"n", (), None, ("text",)), TypeError),
+        ((b"a", b"n", [], None, ()), TypeError),
     ],
 )
 def test_what_is_no_text_for_the_compiler(core, arguments, error):
@@ -194,6 +198,86 @@ def test_machine_code_whose_header_lies(core, code, field, value):
         core._cubin_kernels(bytes(wrong))
 
 
+# A compiler that fails: one that stands in for NVRTC, in a process of its own.
+
+STAND_IN = """
+import ctypes
+from gpuops import _core
+path = {path!r}
+fake = ctypes.CDLL(path)
+fake.fake_nvrtc_live.restype = ctypes.c_long
+
+def compile(function="", code=0, sizes=(6, 4)):
+    fake.fake_nvrtc_fail(function.encode(), code)
+    fake.fake_nvrtc_set_sizes(*map(ctypes.c_size_t, sizes))
+    try:
+        return _core._nvrtc_compile(b"", b"", (), None, (b"one", b"two"))
+    except MemoryError as error:
+        return str(error)
+    finally:
+        assert fake.fake_nvrtc_live() == 0
+
+fake.fake_nvrtc_fail(b"Version", 11)
+try:
+    _core._nvrtc_open(path)
+except OSError as error:
+    print(str(error).replace(path, "..."))
+fake.fake_nvrtc_fail(b"", 0)
+assert _core._nvrtc_open(path) == (77, 3)
+"""
+NAMES = {b"one": "_Zone", b"two": "_Ztwo"}
+INTERNAL = "NVRTC_ERROR_INTERNAL_ERROR"
+
+# What is left of a compilation in which a function fails.
+LEFT = {
+    "CreateProgram": (INTERNAL, None, b"", {}),
+    "AddNameExpression": (INTERNAL, None, b"a log", {}),
+    "CompileProgram": (INTERNAL, None, b"a log", {}),
+    "GetProgramLogSize": (INTERNAL, None, b"", {}),
+    "GetProgramLog": (INTERNAL, None, b"a log", {}),
+    "GetLoweredName": (INTERNAL, None, b"a log", {}),
+    "GetCUBINSize": (None, None, b"a log", NAMES),
+    "GetCUBIN": (INTERNAL, None, b"a log", {}),
+}
+# A log of a megabyte is released each time that the names which come after it are not to be had.
+LEAK = """
+def address_space():
+    return int(open("/proc/self/statm").read().split()[0]) * 4096
+
+before = address_space()
+for _ in range(500):
+    compile("GetLoweredName", 1, (1 << 20, 4))
+print(address_space() - before)
+"""
+NO_MEMORY = "compile: out of host memory for the compiler's results"
+
+
+def test_a_compiler_that_fails(fake_device, fake_folder):
+    path = str(fake_folder.resolve() / "cudart" / build.COMPILER)
+    script = STAND_IN.replace("{path!r}", repr(path))
+    script += f"print([compile(name, 11) for name in {list(LEFT)!r}])\n"
+    script += f"print([compile(name, 1) for name in {list(LEFT)!r}])\n"
+    # The log and the code of a size that nobody has, and of none.
+    script += "print([compile(sizes=sizes) for sizes in ((1 << 62, 4), (6, 1 << 62))])\n"
+    script += "print([compile(sizes=sizes) for sizes in ((0, 4), (6, 0), (6, 4))])\n"
+    script += LEAK
+    opened, *printed, grown = run_child(fake_device.gpuops, script).splitlines()
+    assert int(grown) < 100 << 20
+    assert opened == (
+        "NVRTC cannot be opened: ... does not have all functions of NVRTC 12 or later"
+    )
+    failed, starved, vast, small = map(ast.literal_eval, printed)
+    assert dict(zip(LEFT, failed, strict=True)) == LEFT
+    expected = dict.fromkeys(LEFT, NO_MEMORY) | {"GetCUBINSize": LEFT["GetCUBINSize"]}
+    assert dict(zip(LEFT, starved, strict=True)) == expected
+    assert vast == [NO_MEMORY, NO_MEMORY]
+    assert small == [
+        (None, b"code", b"", NAMES),
+        (None, None, b"a log", NAMES),
+        (None, b"code", b"a log", NAMES),
+    ]
+
+
 def test_a_module_without_a_device(core, code, cpu_device):
     module = core._load_module(code, {"one": ("one", None)}, None, {})
     assert module.kernels == ("one",)
@@ -205,6 +289,8 @@ def test_a_module_without_a_device(core, code, cpu_device):
             use()
     with pytest.raises(KeyError, match="no kernel 'two' in this module: it has one"):
         module["two"]
+    with pytest.raises(KeyError, match="no kernel 'one' in this module: it has None"):
+        core._load_module(code, {}, None, {})["one"]
     with pytest.raises(TypeError, match="by its name, a str"):
         module[0]
 

@@ -94,6 +94,13 @@ assert_type(gpuops.memory_limit(1 << 30), int | None)
 gpuops.memory_limit(None)
 gpuops.empty_cache()
 
+assert_type(gpuops.pinned_empty((2, 3), np.float32, order="F"), NDArray[np.float32])
+assert_type(gpuops.pinned_empty(5), NDArray[Any])
+with gpuops.pinned_memory(), gpuops.pin(x) as locked:
+    assert_type(locked, gpuops.pin)
+    assert_type(locked.locked, bool)
+gpuops.pin(b"bytes").release()
+
 module = gpuops.compile("", options=["-DN=1"], name_expressions=("f",), headers={"a.h": ""})
 assert_type(module, gpuops.Module)
 assert_type(module.kernels, tuple[str, ...])
@@ -109,6 +116,7 @@ try:
 except gpuops.CompileError as error:
     assert_type(error.log, str)
 
+gpuops.pin([1, 2])  # type: ignore[arg-type]
 gpuops.compile(b"")  # type: ignore[arg-type]
 gpuops.compile("", options=3)  # type: ignore[arg-type]
 module["f"](d)  # type: ignore[operator]

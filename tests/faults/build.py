@@ -44,6 +44,7 @@ BUILD = ROOT / "build"
 # symbol carries that name as its version: torch makes the real runtime's symbols global.
 LIBRARY = "libgpuops_fake_cudart.so"
 LINKER_NAME = "libcudart.so"
+COMPILER = "libgpuops_fake_nvrtc.so"  # stands beside it
 
 NO_COMPILER = 77  # the exit status where there is nothing to build the fake ones with
 
@@ -117,13 +118,15 @@ def build_library(folder, sanitize):
     # nvcc drives the C compiler because it knows where its headers are.
     compiler = ["-std=gnu11", "-O1", "-g", "-fPIC", "-pthread", "-Wall", "-Wextra", "-Werror"]
     compiler += ["-Wno-unused-parameter", *sanitizer_flags(sanitize)]
-    command = [find_nvcc(), "-x", "c", "-shared", "-cudart=none"]
-    command += [f"-Xcompiler={escaped(flag)}" for flag in compiler]
-    command += [f"-Xlinker=-soname={LIBRARY}", "-Xlinker=--default-symver"]
+    shared = [find_nvcc(), "-x", "c", "-shared", "-cudart=none"]
+    shared += [f"-Xcompiler={escaped(flag)}" for flag in compiler]
+    command = [*shared, f"-Xlinker=-soname={LIBRARY}", "-Xlinker=--default-symver"]
     command += [*map(str, sources), "-o", str(folder / LIBRARY)]
-    with unless_current(folder / "stamp", sources + headers, command) as stale:
+    nvrtc = FAULTS / "nvrtc.c"
+    with unless_current(folder / "stamp", [*sources, *headers, nvrtc], command) as stale:
         if stale:
             run(command)
+            run([*shared, str(nvrtc), "-o", str(folder / COMPILER)])
             (folder / LINKER_NAME).unlink(missing_ok=True)
             (folder / LINKER_NAME).symlink_to(LIBRARY)
 

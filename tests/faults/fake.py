@@ -33,6 +33,8 @@ class Live(ctypes.Structure):
         ("events", ctypes.c_long),
         ("reserved_bytes", ctypes.c_long),  # by pools, allocated or not
         ("libraries", ctypes.c_long),  # of machine code
+        ("registered", ctypes.c_long),  # memory of others that is page-locked
+        ("registered_bytes", ctypes.c_long),
     ]
 
 
@@ -46,6 +48,7 @@ class Fault:
         return self.call != ""
 
 
+VISITOR = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_int)
 MODULE_TWIN = ctypes.CFUNCTYPE(
     None,
     ctypes.POINTER(ctypes.c_uint),
@@ -179,6 +182,30 @@ class Fake:
         finally:
             self.library.fake_mend(armed, call, ctypes.c_size_t(len(call)))
             fault.call = call.value.decode()
+
+    @contextlib.contextmanager
+    def visit(self, function):
+        """Calls function(name, with_gil) before each call of CUDA in the block of code.
+
+        `with_gil` tells whether the caller holds the GIL. The calls that the function makes itself
+        are not visited. It is called by the caller's thread, which waits for it.
+        """
+        failures = []
+
+        def call(name, with_gil):
+            try:
+                function(name.decode(), bool(with_gil))
+            except BaseException as failure:
+                failures.append(failure)
+
+        visitor = VISITOR(call)
+        self.library.fake_set_visitor(visitor)
+        try:
+            yield
+        finally:
+            self.library.fake_set_visitor(VISITOR())
+        if failures:
+            raise failures[0]
 
     def log(self):
         """The names of the CUDA functions that were called since a fault was armed last.

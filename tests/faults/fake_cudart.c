@@ -13,6 +13,7 @@
  *   GPUOPS_FAKE_MEMORY=bytes of each device
  *   GPUOPS_FAKE_DEVICES=count
  *   GPUOPS_FAKE_MULTIPROCESSORS=count of each device
+ *   GPUOPS_FAKE_LOCKS_READ_ONLY=0|1
  *   GPUOPS_FAKE_SCHEDULER=now|lazy|shuffled
  *   GPUOPS_FAKE_SEED=number, for shuffled
  */
@@ -87,6 +88,21 @@ void count(const char *name)
     counters[i].calls++;
 }
 
+/* A driver may wait for Python, and so does a tool that asks for Python's stack in the middle of a
+ * call. A test's visitor, who comes before each call, can do the same. It is told whether the
+ * caller holds Python's lock, which a process without Python has not. */
+extern int PyGILState_Check(void) __attribute__((weak));
+static void (*visitor)(const char *call, int with_gil);
+
+void visit(const char *call)
+{
+    static _Thread_local bool visiting;
+    if (!visitor || visiting) return;
+    visiting = true;
+    visitor(call, PyGILState_Check && PyGILState_Check());
+    visiting = false;
+}
+
 cudaError_t done(cudaError_t code)
 {
     if (code != cudaSuccess) last_error = code;
@@ -132,6 +148,16 @@ static bool is_host_range(const char *call, const char *role, const void *addres
 {
     Block *block = holder(address, bytes);
     *place = (Place){(void *)address, block ? block->number : 0};
+    if (is_torn(address, bytes)) {
+        misuse("%s: the %s, %zu bytes at %p, is registered in part or in pieces", call, role, bytes,
+               address);
+        return false;
+    }
+    if (block && block->read_only && strcmp(role, "target") == 0) {
+        misuse("%s: the %s, %zu bytes at %p, was registered as read-only", call, role, bytes,
+               address);
+        return false;
+    }
     if (block && block->type != cudaMemoryTypeDevice && !block->freed) return true;
     if (address && !touches(&live, address, bytes) && !touches(&quarantine, address, bytes))
         return true;
@@ -145,8 +171,9 @@ static bool is_usable(const Operation *operation, const char *role, Place place)
     if (place.allocation == 0) return true;
     const Block *block = holder(place.address, operation->bytes);
     if (!block || block->number != place.allocation)
-        misuse("%s: the %s, %zu bytes at %p, was freed before the work was done", operation->call,
-               role, operation->bytes, place.address);
+        misuse("%s: the %s, %zu bytes at %p, was %s before the work was done", operation->call,
+               role, operation->bytes, place.address,
+               place.allocation < 0 ? "unregistered" : "freed");
     else if (!block->allocated)
         misuse("%s: the %s, %zu bytes at %p, is not allocated yet in the order of the streams",
                operation->call, role, operation->bytes, place.address);
@@ -479,6 +506,7 @@ cudaError_t cudaDeviceGetAttribute(int *value, enum cudaDeviceAttr attribute, in
         {cudaDevAttrMaxThreadsPerMultiProcessor, 2048},
         {cudaDevAttrMemoryPoolsSupported, 1},
         {cudaDevAttrCanMapHostMemory, 1},
+        {cudaDevAttrHostRegisterReadOnlySupported, machine.locks_read_only},
         {cudaDevAttrMaxGridDimY, 65535},
         {cudaDevAttrMaxGridDimZ, 65535},
         {cudaDevAttrMaxBlockDimX, 1024},
@@ -591,6 +619,10 @@ static const ErrorText *find_text(cudaError_t code)
         {cudaErrorIllegalAddress, "cudaErrorIllegalAddress",
          "an illegal memory access was encountered"},
         {cudaErrorLaunchFailure, "cudaErrorLaunchFailure", "unspecified launch failure"},
+        {cudaErrorHostMemoryAlreadyRegistered, "cudaErrorHostMemoryAlreadyRegistered",
+         "part or all of the requested memory range is already mapped"},
+        {cudaErrorHostMemoryNotRegistered, "cudaErrorHostMemoryNotRegistered",
+         "pointer does not correspond to a registered memory region"},
         {cudaErrorNotSupported, "cudaErrorNotSupported", "operation not supported"},
         {cudaErrorStreamCaptureUnsupported, "cudaErrorStreamCaptureUnsupported",
          "operation not permitted when stream is capturing"},
@@ -651,6 +683,11 @@ void fake_set_memory_limit(size_t bytes_per_device)
     trim_pools(-1, true);
 }
 
+void fake_set_visitor(void (*function)(const char *call, int with_gil))
+{
+    visitor = function;
+}
+
 int fake_current_device(void)
 {
     return current_device;
@@ -668,7 +705,7 @@ long fake_calls(const char *name)
 
 typedef struct Live {
     long allocations, bytes, pinned_allocations, pinned_bytes, pools, peak_bytes;
-    long streams, events, reserved_bytes, libraries;
+    long streams, events, reserved_bytes, libraries, registered, registered_bytes;
 } Live;
 
 void fake_live(Live *result)
@@ -680,6 +717,8 @@ void fake_live(Live *result)
     result->reserved_bytes = (long)reserved;
     count_streams(&result->streams, &result->events);
     result->libraries = count_libraries();
+    result->registered = registered.count;
+    result->registered_bytes = (long)registered.bytes;
     for (Block *block = live.first; block; block = block->next) {
         bool pinned = block->type == cudaMemoryTypeHost;
         *(pinned ? &result->pinned_allocations : &result->allocations) += 1;
@@ -730,6 +769,7 @@ void fake_reset(void)
     machine.devices = (int)number("GPUOPS_FAKE_DEVICES", 2);
     machine.multiprocessors = (int)number("GPUOPS_FAKE_MULTIPROCESSORS", 132);
     machine.memory_bytes = number("GPUOPS_FAKE_MEMORY", 64 << 20);
+    machine.locks_read_only = number("GPUOPS_FAKE_LOCKS_READ_ONLY", 1);
     trim_pools(-1, true);
     memset(counters, 0, sizeof counters);
     end_faults();

@@ -16,8 +16,9 @@ extern struct Machine {
     size_t memory_bytes;
     int devices;
     int multiprocessors; /* of each device */
-    bool used;           /* the driver has been needed and found */
-    bool forked;         /* and the process has forked since: CUDA does not survive that */
+    bool locks_read_only;
+    bool used;   /* the driver has been needed and found */
+    bool forked; /* and the process has forked since: CUDA does not survive that */
 } machine;
 
 extern _Thread_local int current_device;
@@ -27,6 +28,7 @@ extern _Thread_local int current_device;
 int take_lock(void);
 void drop_lock(const int *guard);
 void count(const char *call);
+void visit(const char *call);
 cudaError_t need_driver(void);
 cudaError_t done(cudaError_t code); /* remembers an error as the thread's last one */
 void misuse(const char *format, ...) __attribute__((format(printf, 1, 2)));
@@ -35,6 +37,7 @@ void misuse(const char *format, ...) __attribute__((format(printf, 1, 2)));
 
 /* The first lines of every call: some work without a driver, most do not. */
 #define BEGIN_WITHOUT_DRIVER()                                                                     \
+    visit(__func__);                                                                               \
     LOCKED();                                                                                      \
     count(__func__)
 
@@ -173,6 +176,7 @@ typedef struct Block {
     bool allocated; /* in the order of its stream */
     bool freed;     /* by the caller, though perhaps not yet in the order of the stream */
     bool mapped;    /* by itself, and not from the heap */
+    bool read_only; /* registered so */
 } Block;
 
 typedef struct Blocks {
@@ -185,11 +189,14 @@ typedef struct Blocks {
 cudaError_t new_block(Block **made, size_t bytes, enum cudaMemoryType type, int device);
 void put_into_quarantine(Block *block);
 
-extern Blocks live, quarantine;
+/* Registered is memory of others, which has no red zones. */
+extern Blocks live, quarantine, registered;
 extern size_t peak_bytes;
 
-/* The allocation that holds all of a range, or NULL. */
+/* The allocation, or the registered memory, that holds all of a range, or NULL. */
 Block *holder(const void *address, size_t bytes);
+/* Whether a range lies in part, or in pieces, in registered memory. */
+bool is_torn(const void *address, size_t bytes);
 /* Whether a range meets any of the blocks or their red zones. */
 bool touches(const Blocks *blocks, const void *address, size_t bytes);
 bool is_inside(const Blocks *blocks, const void *address);

@@ -5,6 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
 #ifdef __SANITIZE_ADDRESS__
 #include <sanitizer/asan_interface.h>
@@ -21,7 +22,7 @@ enum {
     QUARANTINE_BLOCKS = 256,
 };
 
-Blocks live, quarantine;
+Blocks live, quarantine, registered;
 size_t peak_bytes;
 
 /* What a pool has reserved belongs to the device's used memory, whether or not it is allocated. */
@@ -151,13 +152,34 @@ const char *close_shared_memory(void)
     return mend_red_zones(shared_memory + RED_ZONE_BYTES, shared_bytes);
 }
 
-Block *holder(const void *address, size_t bytes)
+static Block *holder_among(const Blocks *blocks, const void *address, size_t bytes)
 {
-    for (Block *block = live.first; block; block = block->next) {
+    for (Block *block = blocks->first; block; block = block->next) {
         size_t offset = (uintptr_t)address - (uintptr_t)block->data;
         if (offset <= block->bytes && bytes <= block->bytes - offset) return block;
     }
     return NULL;
+}
+
+Block *holder(const void *address, size_t bytes)
+{
+    Block *block = holder_among(&live, address, bytes);
+    return block ? block : holder_among(&registered, address, bytes);
+}
+
+static bool meets(const Blocks *blocks, const void *address, size_t bytes)
+{
+    uintptr_t begin = (uintptr_t)address, end = begin + bytes;
+    for (Block *block = blocks->first; block; block = block->next) {
+        uintptr_t low = (uintptr_t)block->data;
+        if (end > low && begin < low + block->bytes) return true;
+    }
+    return false;
+}
+
+bool is_torn(const void *address, size_t bytes)
+{
+    return meets(&registered, address, bytes) && !holder_among(&registered, address, bytes);
 }
 
 bool touches(const Blocks *blocks, const void *address, size_t bytes)
@@ -242,7 +264,7 @@ void put_into_quarantine(Block *block)
 /* The block that a call may free, or NULL, which is misuse. */
 static Block *block_to_free(const char *call, void *pointer, bool pinned)
 {
-    Block *block = holder(pointer, 0);
+    Block *block = holder_among(&live, pointer, 0);
     bool right = block && block->data == pointer && !block->freed &&
                  pinned == (block->type == cudaMemoryTypeHost);
     if (right) return block;
@@ -314,6 +336,59 @@ cudaError_t cudaFreeHost(void *pointer)
     return done(fault);
 }
 
+/* Whether a byte can be written to, which the kernel tells who reads into it. */
+static bool is_writable(unsigned char *address)
+{
+    int ends[2];
+    if (pipe(ends)) return false;
+    bool writable = write(ends[1], address, 1) == 1 && read(ends[0], address, 1) == 1;
+    close(ends[0]);
+    close(ends[1]);
+    return writable;
+}
+
+/* The driver locks the pages around a range, but what it goes by are the bytes: ranges that share a
+ * page are no trouble, ranges that share a byte are an error. */
+cudaError_t cudaHostRegister(void *memory, size_t bytes, unsigned flags)
+{
+    static long number;
+    BEGIN();
+    unsigned known = cudaHostRegisterPortable | cudaHostRegisterMapped | cudaHostRegisterReadOnly;
+    REQUIRE(memory && bytes > 0 && (flags & ~known) == 0, cudaErrorInvalidValue);
+    REQUIRE_SUCCESS(refuse_while_capturing(__func__));
+    bool taken = meets(&registered, memory, bytes) || meets(&live, memory, bytes);
+    REQUIRE(!taken, cudaErrorHostMemoryAlreadyRegistered);
+    bool read_only = flags & cudaHostRegisterReadOnly;
+    REQUIRE(!read_only || machine.locks_read_only, cudaErrorNotSupported);
+    REQUIRE(read_only || (is_writable(memory) && is_writable((unsigned char *)memory + bytes - 1)),
+            cudaErrorInvalidValue);
+    Block *block = malloc(sizeof *block);
+    REQUIRE(block, cudaErrorMemoryAllocation);
+    *block = (Block){.data = memory,
+                     .bytes = bytes,
+                     .number = --number, /* those of allocations are positive */
+                     .type = cudaMemoryTypeHost,
+                     .device = current_device,
+                     .allocated = true,
+                     .read_only = read_only};
+    append(&registered, block);
+    return cudaSuccess;
+}
+
+/* Work that still uses the memory is not waited for: it will find it gone. */
+cudaError_t cudaHostUnregister(void *memory)
+{
+    BEGIN_RELEASE();
+    REQUIRE_SUCCESS(refuse_while_capturing(__func__));
+    Block *block = holder_among(&registered, memory, 0);
+    while (block && block->data != memory) block = block->next;
+    if (!block) misuse("%s: no registered memory begins at %p", __func__, memory);
+    REQUIRE(block, cudaErrorHostMemoryNotRegistered);
+    take_out(&registered, block);
+    free(block);
+    return done(fault);
+}
+
 cudaError_t cudaHostGetDevicePointer(void **device_pointer, void *host, unsigned flags)
 {
     BEGIN();
@@ -338,7 +413,7 @@ cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *attributes, c
     *attributes = (struct cudaPointerAttributes){.type = cudaMemoryTypeUnregistered,
                                                  .device = cudaInvalidDeviceId,
                                                  .hostPointer = (void *)pointer};
-    Block *block = holder(pointer, 1);
+    const Block *block = holder(pointer, 1);
     if (!block) return cudaSuccess;
     attributes->type = block->type;
     attributes->device = block->device;

@@ -9,13 +9,18 @@ import copy
 import ctypes
 import functools
 import importlib
+import os
 import pickle
+import shutil
+import tempfile
 from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 from capsules import Producer, new_kind
+from faults import build
 from faults.apart import apart
+from faults.fake import load_package
 from operators import OPERATORS, is_in_place, parameters_of, required_arguments
 from rtc import SAXPY, SAXPY_TYPES, cubin, saxpy_twin
 
@@ -306,6 +311,17 @@ def a_large_fill_value(gpu):
     return Case(lambda: call().to_host(), [x])
 
 
+LEAST_IN_PARTS = (16 << 20) + 8  # bytes of a result on the host: three parts
+
+
+@path("add")
+def large_host_arrays(gpu):
+    """With as few calls of CUDA for each part as there can be."""
+    x, y = np.arange(LEAST_IN_PARTS // 8192 + 1)[:, None] + 0j, np.arange(512) + 1j
+    out = gpu.fake.page_locked(np.full((x.size, y.size), 77 + 7j))
+    return Case(lambda: gpu.gpuops.add(x, y, out=out, device="cuda"), [x, y, out], [out])
+
+
 @path("matmul")
 def batches(gpu):
     a, b = np.arange(60.0).reshape(5, 3, 4), np.arange(12.0).reshape(4, 3)
@@ -370,6 +386,97 @@ def a_large_array(gpu):
 def to_device_of_page_locked_memory(gpu):
     x = gpu.fake.page_locked(np.arange(5.0))
     return Case(lambda: gpu.gpuops.to_device(x).to_host(), [x])
+
+
+@path("pin", is_first=True)
+def the_first_pin(gpu):
+    x = np.arange(12.0)
+
+    def run():
+        with gpu.gpuops.pin(x):
+            return x.copy()
+
+    return Case(run, [x], [x], "pin")
+
+
+@path("pin")
+def a_copy_both_ways(gpu):
+    x = np.arange(12.0).reshape(3, 4)
+
+    def run():
+        with gpu.gpuops.pin(x[:, 1:]):
+            gpu.gpuops.to_device(x).to_host(x[::-1])
+            gpu.gpuops.to_device(x).to_host(x[::-1])
+            return x.copy()
+
+    return Case(run, [x])
+
+
+@path("pin")
+def parts_that_overlap(gpu):
+    x = np.arange(100.0)
+
+    def run():
+        pins = [gpu.gpuops.pin(part) for part in (x[20:30], x[50:60], x[10:80], x)]
+        return gpu.gpuops.to_device(x).to_host(), len(pins)
+
+    return Case(run, [x], [x], "pin")
+
+
+@path("pin")
+def read_only_memory(gpu):
+    x = np.frombuffer(bytes(range(100)), np.uint8)
+
+    def run():
+        with gpu.gpuops.pin(x):
+            return gpu.gpuops.to_device(x).to_host()
+
+    return Case(run, [x], [x], "pin")
+
+
+@path("pin")
+def host_operands_that_are_pinned(gpu):
+    x, indices, out = np.arange(12.0).reshape(6, 2), np.array([5, 0]), np.full((2, 2), 77.0)
+
+    def run():
+        with gpu.gpuops.pin(x), gpu.gpuops.pin(indices), gpu.gpuops.pin(out):
+            return gpu.gpuops.gather(x, indices, out=out, device="cuda").copy()
+
+    return Case(run, [x, indices, out], [out], "gather")
+
+
+@path("pinned_empty", is_first=True)
+def the_first_page_locked_array(gpu):
+    return Case(lambda: gpu.gpuops.pinned_empty((2, 3), "i4").shape)
+
+
+@path("pinned_empty")
+def large_and_small(gpu):
+    def run():
+        arrays = [gpu.gpuops.pinned_empty(size, "u1") for size in (5, 3 << 20, 5000, 300 << 20)]
+        return [array.nbytes for array in arrays]
+
+    return Case(run)
+
+
+@path("pinned_empty")
+def copied_both_ways(gpu):
+    def run():
+        x = gpu.gpuops.pinned_empty(5, order="F")
+        x[...] = 3
+        return gpu.gpuops.to_device(x).to_host(x)
+
+    return Case(run)
+
+
+@path("pinned_memory")
+def a_block(gpu):
+    def run():
+        with gpu.gpuops.pinned_memory():
+            x = np.arange(300_000.0)
+        return gpu.gpuops.to_device(x).to_host()[-1]
+
+    return Case(run)
 
 
 @path("arrays")
@@ -629,6 +736,17 @@ def dlpack_on_the_device(gpu):
 
 
 @path("exchange")
+def dlpack_of_a_large_array_that_is_gone(gpu):
+    """What nobody takes out of a capsule goes back to CUDA, for no store has room for it."""
+
+    def run():
+        capsule = gpu.gpuops.empty(5 << 20, "u1").__dlpack__()
+        return capsule is None
+
+    return Case(run)
+
+
+@path("exchange")
 def dlpack_to_the_host(gpu):
     x = gpu.gpuops.to_device(np.arange(5.0))
     return Case(lambda: np.array(np.from_dlpack(x, device="cpu", copy=True)), [x])
@@ -784,6 +902,43 @@ def the_default_device(gpu):
     return Case(run)
 
 
+@functools.cache
+def neighbour(gpu):
+    """The package once more, as another library: its arrays have the exchange API, all in C."""
+    with tempfile.TemporaryDirectory() as folder:
+        # A copy, because the same file would not be loaded twice.
+        copy = shutil.copytree(gpu.gpuops.__path__[0], os.path.join(folder, "gpuops"))
+        gpuops = load_package(os.path.dirname(copy), "gpuops_neighbour")
+    gpuops.gather(gpuops.to_device([1], device=0), [0]).to_host()
+    return gpuops
+
+
+@path("cpu")
+def an_array_of_a_neighbour(gpu):
+    theirs = neighbour(gpu)
+    x, out = theirs.to_device(np.arange(5.0)), theirs.to_device(np.zeros(2))
+
+    def run():
+        result = gpu.gpuops.gather(x, [1, 2])
+        assert gpu.gpuops.gather(x, [3, 1], out=out) is out
+        return type(result) is theirs.DeviceArray, result.to_host(), out.to_host()
+
+    return Case(run, [x, out], operator="gather")
+
+
+@path("cpu")
+def a_neighbours_array_that_is_taken_over(gpu):
+    x = neighbour(gpu).to_device(np.arange(5.0))
+    return Case(lambda: gpu.gpuops.asarray(x).to_host(), [x], operator="asarray")
+
+
+@path("cpu")
+def a_neighbours_integers(gpu):
+    """The result is of their kind, and of the dtype of NumPy's data."""
+    indices = neighbour(gpu).to_device(np.array([3, 1]))
+    return Case(lambda: gpu.gpuops.gather(SQUARE, indices[:1]).to_host(), [indices])
+
+
 # Kernels that are compiled at run time.
 
 GLOBAL = SAXPY + "\n__device__ double table[4] = {1, 2, 3, 4};\n"
@@ -879,6 +1034,41 @@ def what_a_module_shows(gpu):
 def kernels_of_machine_code(gpu):
     code = machine_code(gpu.gpuops)
     return Case(lambda: gpu.gpuops._core._cubin_kernels(code))
+
+
+@described_path
+def what_a_module_does_not_have(gpu):
+    module = load_module(gpu)
+    return Case(lambda: [told(module.get_function, "other"), told(module.get_global, "other")])
+
+
+@described_path
+def what_a_kernel_shows(gpu):
+    kernel = load_module(gpu)["saxpy"]
+    return Case(lambda: (repr(kernel), str(kernel), kernel.attributes.registers >= 0))
+
+
+@described_path
+def a_launch_that_is_refused(gpu):
+    launch = load_module(gpu)["saxpy"][1, 32]
+    (x,) = on_device(gpu, [np.ones(10, np.float32)])
+    wrong = [(2.0, x, x), ("a", x, x, 10), (2.0, x, [1], 10), (10**99, x, x, 10), (2.0, x, x, 1.5)]
+    return Case(lambda: [told(launch, *arguments) for arguments in wrong], [x])
+
+
+@path("cpu")
+def a_compilation(gpu):
+    """By the tests' own compiler, which needs no memory of Python's."""
+    core = gpu.gpuops._core
+    core._nvrtc_open(str(gpu.fake.path.with_name(build.COMPILER)))
+    arguments = b"", b"name", (b"option",), {b"header": b"text"}, (b"one", b"two")
+    return Case(lambda: list(map(str, core._nvrtc_compile(*arguments))))
+
+
+@path("cpu")
+def the_version_of_a_compiler(gpu):
+    compiler = str(gpu.fake.path.with_name(build.COMPILER))
+    return Case(lambda: gpu.gpuops._core._nvrtc_open(compiler))
 
 
 @kernel_path

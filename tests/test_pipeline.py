@@ -1,0 +1,597 @@
+"""Element-wise operators between large NumPy arrays: in parts, up, computed and down at once."""
+
+import contextlib
+import ctypes
+import functools
+import re
+
+import numpy as np
+import pytest
+from conftest import leaving_nothing
+from faults.fake import MEMORY_LIMIT
+from helpers import filled_array, run_child, run_threads, same
+from operators import ROOT
+
+DEVICE_ERROR = 999
+OUT_OF_MEMORY = 2
+
+
+def constant(name, source="pipeline"):
+    """The number that the source has for it, so that tests follow when it is tuned."""
+    text = (ROOT / "kernels" / f"{source}.cu").read_text()
+    (value,) = re.findall(rf"^constexpr \w+ {name} = ([0-9 <*]+);", text, re.MULTILINE)
+    return eval(value)
+
+
+PART_BYTES = constant("PART_BYTES")
+BUFFERS = constant("BUFFERS")
+BUFFER_BYTES = constant("BUFFER_BYTES", "transfer")
+RING_BYTES = BUFFER_BYTES * constant("RING_BUFFERS", "transfer")
+LARGEST_WHOLE = BUFFERS * PART_BYTES
+LARGE = 3 * PART_BYTES + 4097  # of four parts
+
+BOUNDARIES = sorted({PART_BYTES, LARGEST_WHOLE, 3 * PART_BYTES, 4 * PART_BYTES})
+SIZES = [size + more for size in BOUNDARIES for more in (-1, 0, 1)]
+
+MARGIN = 100
+DEVICE_BYTES = 1 << 30  # of the fake's devices
+SCHEDULERS = [("now", 1), ("lazy", 1), *(("shuffled", seed) for seed in range(2))]
+
+
+def numbers(size, seed=0):
+    """Bytes of which no two parts are alike."""
+    return np.random.default_rng(seed).integers(0, 256, size, np.uint8)
+
+
+@pytest.fixture
+def gpuops(gpu):
+    if gpu.fake is not None:
+        gpu.fake.set_memory_limit(DEVICE_BYTES)
+    return gpu.gpuops
+
+
+@pytest.fixture
+def fake(fake_device):
+    with leaving_nothing(fake_device), fake_device.gpuops.device("cuda:0"):
+        fake_device.fake.set_memory_limit(DEVICE_BYTES)
+        yield fake_device
+
+
+@pytest.fixture(params=SCHEDULERS, ids=lambda given: f"{given[0]}-{given[1]}")
+def in_any_order(fake, request):
+    fake.fake.set_scheduler(*request.param)
+    return fake.gpuops
+
+
+def launches(fake, call):
+    before = fake.fake.calls("cudaLaunchKernel")
+    result = call()
+    return fake.fake.calls("cudaLaunchKernel") - before, result
+
+
+def between_margins(like):
+    """An array of the same kind, and what tells whether the bytes around it are as they were."""
+    around = np.full(like.nbytes + 2 * MARGIN, 7, np.uint8)
+    out = around[MARGIN:-MARGIN].view(like.dtype).reshape(like.shape)
+    return out, lambda: (around[:MARGIN] == 7).all() and (around[-MARGIN:] == 7).all()
+
+
+# What is computed.
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_sizes(gpuops, size):
+    x, y = numbers(size), numbers(size, 1)
+    same(gpuops.add(x, y), x + y)
+    out, is_kept = between_margins(x)
+    assert gpuops.add(x, y, out=out) is out
+    np.testing.assert_array_equal(out, x + y)
+    assert is_kept()
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_parts(fake, size):
+    """None is longer than it may be, and there are no more than it takes."""
+    x = numbers(size)
+    count, _ = launches(fake, lambda: fake.gpuops.add(x, x))
+    assert count == (1 if size <= LARGEST_WHOLE else -(-size // PART_BYTES))
+
+
+@pytest.mark.parametrize("more", [-1, 0, 1])
+@pytest.mark.parametrize("dtype", ["?", "i1", "u2", "f2", "i4", "f4", "u8", "f8", "c8", "c16"])
+def test_dtypes(gpuops, dtype, more):
+    size = 3 * PART_BYTES // np.dtype(dtype).itemsize + more
+    x, y = filled_array(size, dtype), filled_array(size, dtype, 1)
+    result = gpuops.add(x, y)
+    with np.errstate(all="ignore"):
+        expected = x + y
+    # Of what is not a number, not all bits are promised.
+    same(np.nan_to_num(result), np.nan_to_num(expected))
+
+
+OPERATORS = {
+    "add": 2,
+    "multiply": 2,
+    "saxpy": 3,
+    "sigmoid": 1,
+    "sigmoid_backward": 2,
+}
+
+
+@pytest.mark.parametrize("dtype", ["f4", "f8"])
+@pytest.mark.parametrize("name", OPERATORS)
+def test_operators(gpuops, name, dtype):
+    """Bit for bit what they give between arrays on the device, in one piece."""
+    size = LARGE // np.dtype(dtype).itemsize
+    generator = np.random.default_rng(0)
+    arrays = [generator.standard_normal(size).astype(dtype) for _ in range(OPERATORS[name])]
+    operator = getattr(gpuops, name)
+    whole = operator(*map(gpuops.to_device, arrays)).to_host()
+    same(operator(*arrays), whole)
+
+
+def misaligned(x):
+    memory = np.zeros(x.nbytes + 1, np.uint8)
+    moved = memory[1:].view(x.dtype).reshape(x.shape)
+    moved[...] = x
+    return moved
+
+
+LAYOUTS = {
+    "contiguous": lambda x: x,
+    "every second": lambda x: np.repeat(x, 2, -1)[:, ::2],
+    "backward": lambda x: x[::-1, ::-1].copy()[::-1, ::-1],
+    "upside down": lambda x: x[::-1].copy()[::-1],
+    "transposed": lambda x: x.T.copy().T,
+    "with gaps": lambda x: np.pad(x, ((0, 1), (3, 2)))[:-1, 3:-2],
+    "misaligned": misaligned,
+}
+SHAPES = [(3, PART_BYTES // 4 + 3), (PART_BYTES // 4096 * 3 + 1, 1025), (PART_BYTES // 4 + 1, 3)]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=["long rows", "rows", "short rows"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts(gpuops, layout, shape):
+    x, y = filled_array(shape, "i4"), filled_array(shape, "i4", 1)
+    same(gpuops.add(LAYOUTS[layout](x), y), x + y)
+    same(gpuops.add(x, LAYOUTS[layout](y)), x + y)
+    before = np.full(shape, 7, "i4")
+    out = LAYOUTS[layout](before)
+    gpuops.add(x, y, out=out)
+    np.testing.assert_array_equal(out, x + y)
+
+
+def test_gaps_of_out_stay_as_they_are(gpuops):
+    shape = SHAPES[1]
+    x = filled_array(shape, "i4")
+    around = np.full((shape[0] + 1, 2 * shape[1] + 5), 7, "i4")
+    out = around[:-1, 3:-2:2]
+    gpuops.add(x, x, out=out)
+    np.testing.assert_array_equal(out, x + x)
+    out[...] = 7
+    assert (around == 7).all()
+
+
+BLOCK = PART_BYTES // 4096
+BROADCAST = {
+    "a row": ((3 * BLOCK, 1024), (1024,)),
+    "a column": ((3 * BLOCK, 1024), (3 * BLOCK, 1)),
+    "a row and a column": ((1, 1024), (3 * BLOCK, 1)),
+    "one element": ((3 * BLOCK, 1024), (1, 1)),
+    "a long row": ((3, 700 * BLOCK), (700 * BLOCK,)),
+    "a long row of many": ((2, 1024 * BLOCK + 5), (1, 1024 * BLOCK + 5)),
+    "a column of long rows": ((3, 1024 * BLOCK - 1), (3, 1)),
+    "in the middle": ((3, 5, 300 * BLOCK), (3, 1, 300 * BLOCK)),
+    "in the middle of long rows": ((2, 3, 600 * BLOCK), (2, 1, 600 * BLOCK)),
+    "of pieces": ((3, 2 * BLOCK, 600), (3, 1, 600)),
+    "at both ends": ((3, 1024 * BLOCK, 2), (1024 * BLOCK, 1)),
+    "more dimensions": ((3 * BLOCK, 1, 1024), (1, 3 * BLOCK, 1, 1)),
+}
+
+
+@pytest.mark.parametrize("which", BROADCAST)
+def test_broadcasting(in_any_order, fake, which):
+    x, y = (filled_array(shape, "i4", seed) for seed, shape in enumerate(BROADCAST[which]))
+    parts, result = launches(fake, lambda: in_any_order.add(x, y))
+    assert parts > BUFFERS
+    same(result, x + y)
+    same(in_any_order.saxpy(y, y, x), y * y + x)
+
+
+LEAST_CHUNKS = constant("LEAST_CHUNKS", "transfer")
+
+
+@pytest.mark.parametrize(
+    ("which", "copies"),
+    [
+        ("a row", 1),
+        ("a long row", LEAST_CHUNKS),
+        ("a long row of many", 2 * LEAST_CHUNKS),
+        ("one element", 0),
+    ],
+)
+def test_what_is_repeated_goes_up_once(fake, which, copies):
+    x, y = (filled_array(shape, "i4", seed) for seed, shape in enumerate(BROADCAST[which]))
+    before = fake.fake.calls("cudaMemcpyAsync")
+    parts, _ = launches(fake, lambda: fake.gpuops.add(x, y))
+    made = fake.fake.calls("cudaMemcpyAsync") - before
+    assert made == parts * 2 * LEAST_CHUNKS + copies
+
+
+def test_windows_that_overlap(in_any_order):
+    """Parts of the input that begin at the same place, and are not of the same length."""
+    memory = filled_array(LARGE, "u1")
+    shape = (2, PART_BYTES + 4099)
+    x = np.lib.stride_tricks.as_strided(memory, shape, (PART_BYTES // 2 + 2050, 1))
+    y = filled_array(shape, "u1", 1)
+    same(in_any_order.add(x, y), x + y)
+    x = np.lib.stride_tricks.as_strided(memory, shape, (0, 1))
+    same(in_any_order.add(x, y), x + y)
+
+
+def test_scalars(gpuops):
+    x = filled_array(LARGE // 4, "i4")
+    same(gpuops.multiply(x, 3), x * 3)
+    same(gpuops.multiply(np.int32(3), x), x * 3)
+    same(gpuops.saxpy(np.array([[2]], "i4"), x, 5)[0], x * 2 + 5)
+
+
+def test_other_dtypes(gpuops):
+    x, y = filled_array(LARGE // 4, "i2"), filled_array(LARGE // 4, "i4", 1)
+    same(gpuops.add(x, y), x + y)
+    out = np.zeros(len(x), "f8")
+    gpuops.add(x, y, out=out)
+    np.testing.assert_array_equal(out, x + y)
+
+
+# out among the operands.
+
+
+@pytest.mark.parametrize("operand", [0, 1, 2])
+def test_out_is_an_operand(in_any_order, operand):
+    arrays = [filled_array(LARGE // 4, "i4", seed) for seed in range(3)]
+    a, x, y = (array.copy() for array in arrays)
+    in_any_order.saxpy(*arrays, out=arrays[operand])
+    np.testing.assert_array_equal(arrays[operand], a * x + y)
+    for k, unchanged in enumerate([a, x, y]):
+        if k != operand:
+            np.testing.assert_array_equal(arrays[k], unchanged)
+
+
+def test_out_is_every_operand(in_any_order):
+    x = filled_array(SHAPES[1], "i4")[:, ::-1]
+    expected = x * x + x
+    in_any_order.saxpy(x, x, x, out=x)
+    np.testing.assert_array_equal(x, expected)
+
+
+OVERLAPS = {
+    "ahead": lambda memory: (memory[:-5], memory[5:]),
+    "behind": lambda memory: (memory[5:], memory[:-5]),
+    "backward": lambda memory: (memory[::-1], memory),
+    "in between": lambda memory: (memory[:-1:2], memory[1::2]),
+    "by a part": lambda memory: (memory[: -PART_BYTES // 4], memory[PART_BYTES // 4 :]),
+    "transposed": lambda memory: (memory.reshape(2048, 2048).T, memory.reshape(2048, 2048)),
+}
+
+
+@pytest.mark.parametrize("overlap", OVERLAPS)
+def test_out_overlaps(in_any_order, overlap):
+    memory = filled_array(1 << 23 if overlap == "in between" else 1 << 22, "i8")
+    if overlap == "by a part":
+        memory = filled_array(LARGE // 2, "i4")
+    x, out = OVERLAPS[overlap](memory)
+    y = filled_array(x.shape, x.dtype, 1)
+    expected = x + y
+    in_any_order.add(x, y, out=out)
+    np.testing.assert_array_equal(out, expected)
+
+
+# Memory.
+
+
+def test_arrays_larger_than_the_device(in_any_order, fake):
+    fake.fake.set_memory_limit(MEMORY_LIMIT)
+    x = filled_array(MEMORY_LIMIT + 12345, "u1")
+    same(in_any_order.add(x, x[::-1]), x + x[::-1])
+    in_any_order.add(x, x, out=x[::-1])
+
+
+def test_memory_that_it_takes(fake):
+    """So many buffers of a part, for any size; and without them out stays as it was."""
+    gpuops = fake.gpuops
+    x, y = numbers(6 * PART_BYTES), numbers(6 * PART_BYTES, 1)
+    gpuops.add(x, y)
+    gpuops.empty_cache(0)
+    fake.fake.leave_free(3 * BUFFERS * PART_BYTES)
+    same(gpuops.add(x, y), x + y)
+    gpuops.empty_cache(0)
+    fake.fake.leave_free(3 * BUFFERS * PART_BYTES - 1)
+    out = np.full_like(x, 7)
+    with pytest.raises(MemoryError, match="out of memory on cuda:0"):
+        gpuops.add(x, y, out=out)
+    assert (out == 7).all()
+
+
+def test_limit_of_memory(fake):
+    gpuops = fake.gpuops
+    x = numbers(6 * PART_BYTES)
+    used = gpuops.memory_info(0).used
+    gpuops.memory_limit(used + 2 * BUFFERS * PART_BYTES, device=0)
+    try:
+        same(gpuops.multiply(x, np.uint8(3)), x * 3)
+        out = np.full_like(x, 7)
+        with pytest.raises(MemoryError, match="within a limit"):
+            gpuops.add(x, x[::-1], out=out)
+        assert (out == 7).all()
+    finally:
+        gpuops.memory_limit(None, device=0)
+
+
+@pytest.mark.parametrize("mode", ["once", "from then on"])
+@pytest.mark.parametrize(
+    ("function", "number"),
+    [("cudaMallocFromPoolAsync", 1), *(("cudaStreamCreateWithPriority", k) for k in (1, 2, 3))],
+)
+def test_memory_runs_out(fake, function, number, mode):
+    gpuops = fake.gpuops
+    x, out = numbers(LARGE), np.full(LARGE, 7, np.uint8)
+    with contextlib.ExitStack() as stack:
+        fault = stack.enter_context(fake.fake.fail(number, OUT_OF_MEMORY, mode, function))
+        if function != "cudaMallocFromPoolAsync" or mode != "once":
+            stack.enter_context(pytest.raises(MemoryError))
+        gpuops.add(x, x, out=out)
+        out[...] = 7
+    assert fault.reached and (out == 7).all()
+    same(gpuops.add(x, x), x + x)
+
+
+def test_no_page_locked_memory(fake):
+    gpuops = fake.gpuops
+    x, y = numbers(LARGE), numbers(LARGE, 1)
+    for scheduler in SCHEDULERS:
+        fake.fake.set_scheduler(*scheduler)
+        gpuops.empty_cache(0)
+        with fake.fake.fail(1, OUT_OF_MEMORY, "from then on", "cudaHostAlloc") as fault:
+            same(gpuops.add(x, y), x + y)
+            same(gpuops.add(x[::2], y[::2]), x[::2] + y[::2])
+        assert fault.reached
+
+
+def test_page_locked_arrays(in_any_order, fake):
+    x, y, out = (fake.fake.page_locked(numbers(LARGE, seed)) for seed in range(3))
+    expected = x + y
+    in_any_order.add(x, y, out=out)
+    np.testing.assert_array_equal(out, expected)
+    in_any_order.add(x, y, out=x)
+    np.testing.assert_array_equal(x, expected)
+    in_any_order.add(y[: len(y) // 2 * 2].reshape(2, -1), y[: len(y) // 2])
+    for array in (x, y, out):
+        fake.fake.library.cudaFreeHost(ctypes.c_void_p(array.ctypes.data))
+
+
+def test_a_pin_is_released_half_way(fake):
+    """What is unlocked meanwhile stays locked until the call is over."""
+    fake.fake.set_scheduler("lazy")
+    x = numbers(LARGE)
+    pin = fake.gpuops.pin(x)
+
+    def visit(name, _):
+        if name == "cudaLaunchKernel":
+            pin.release()
+
+    with fake.fake.visit(visit):
+        same(fake.gpuops.add(x, x, device="cuda"), x + x)
+    assert not pin.locked
+    assert fake.fake.live().registered_bytes == 0
+
+
+def test_streams_and_rings_are_used_again(fake):
+    gpuops = fake.gpuops
+    gpuops.empty_cache(0)
+    before = fake.fake.live()
+    x = numbers(LARGE)
+    gpuops.add(x, x)
+    between = fake.fake.live()
+    assert between.streams == before.streams + 3
+    for scheduler in SCHEDULERS:
+        fake.fake.set_scheduler(*scheduler)
+        gpuops.add(x, x[::-1])
+        gpuops.multiply(x, x, stream=gpuops.Stream())
+        assert fake.fake.live().streams == between.streams
+        assert fake.fake.live().pinned_bytes <= before.pinned_bytes + 3 * RING_BYTES
+    gpuops.empty_cache(1)
+    assert fake.fake.live().streams == between.streams
+    gpuops.empty_cache(0)
+    assert fake.fake.live().streams == before.streams
+    assert fake.fake.live().pinned_bytes == before.pinned_bytes
+
+
+# Failures.
+
+
+@pytest.mark.parametrize("mode", ["once", "from then on"])
+@pytest.mark.parametrize("number", [1, 3, 12])
+@pytest.mark.parametrize(
+    "function",
+    ["cudaMemcpyAsync", "cudaEventRecord", "cudaStreamWaitEvent", "cudaLaunchKernel",
+     "cudaEventQuery"],
+)  # fmt: skip
+def test_a_call_fails_half_way(fake, function, number, mode):
+    """Then nothing is at work on the arrays of the caller any more."""
+    gpuops = fake.gpuops
+    x, y, out = (
+        numbers(13 * PART_BYTES),
+        numbers(13 * PART_BYTES, 1),
+        np.empty(13 * PART_BYTES, "u1"),
+    )
+    fake.fake.set_scheduler("lazy")
+    with (
+        fake.fake.fail(number, DEVICE_ERROR, mode, function) as fault,
+        pytest.raises(gpuops.DeviceError, match=function),
+    ):
+        gpuops.add(x, y, out=out)
+    assert fault.reached
+    out[...] = 7
+    fake.fake.run()
+    assert (out == 7).all()
+    same(gpuops.add(x, y), x + y)
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_the_end_cannot_be_waited_for(fake, number):
+    """The buffers are not used again before the work is over that could not be waited for."""
+    gpuops = fake.gpuops
+    x, y = fake.fake.page_locked(numbers(LARGE)), fake.fake.page_locked(numbers(LARGE, 1))
+    out = fake.fake.page_locked(x)
+    fake.fake.set_scheduler("lazy")
+    with (
+        fake.fake.fail(number, DEVICE_ERROR, "once", "cudaStreamSynchronize") as fault,
+        pytest.raises(gpuops.DeviceError, match="cudaStreamSynchronize"),
+    ):
+        gpuops.add(x, y, out=out)
+    assert fault.reached
+    later = gpuops.to_device(y)
+    fake.fake.run()
+    same(later.to_host(), y)
+    np.testing.assert_array_equal(out, x + y)
+    for array in (x, y, out):
+        fake.fake.library.cudaFreeHost(ctypes.c_void_p(array.ctypes.data))
+
+
+# Streams and devices.
+
+
+def test_the_work_of_its_stream_comes_first(in_any_order, fake):
+    """What that is still to write to page-locked memory is there when it is read."""
+    gpuops, library = in_any_order, fake.fake.library
+    x = fake.fake.page_locked(np.zeros(LARGE, np.uint8))
+    y = numbers(LARGE)
+    stream, d = gpuops.Stream(), gpuops.to_device(y)
+    gpuops.synchronize(0)
+    error = library.cudaMemcpyAsync(
+        *map(ctypes.c_void_p, (x.ctypes.data, d.ptr)), ctypes.c_size_t(LARGE), 2,
+        ctypes.c_void_p(stream.ptr),
+    )  # fmt: skip
+    assert error == 0
+    same(gpuops.add(x, y, stream=stream), y + y)
+    library.cudaFreeHost(ctypes.c_void_p(x.ctypes.data))
+
+
+def test_bad_indices_of_its_stream_are_told(gpuops):
+    x = numbers(LARGE)
+    stream = gpuops.Stream()
+    gpuops.gather(gpuops.to_device([1.0], stream=stream), [3], stream=stream)
+    with pytest.raises(IndexError, match="found by an earlier gather"):
+        gpuops.add(x, x, stream=stream)
+    same(gpuops.add(x, x, stream=stream), x + x)
+
+
+def test_while_streams_are_captured(fake):
+    gpuops = fake.gpuops
+    x = numbers(LARGE)
+    captured = gpuops.Stream()
+    fake.fake.set_capturing(captured.ptr, True)
+    try:
+        same(gpuops.add(x, x, stream=gpuops.Stream()), x + x)
+        out = np.full_like(x, 7)
+        with pytest.raises(ValueError, match="captured into a graph"):
+            gpuops.add(x, x, out=out, stream=captured)
+        assert (out == 7).all()
+    finally:
+        fake.fake.set_capturing(captured.ptr, False)
+    same(gpuops.add(x, x, stream=captured), x + x)
+
+
+def test_two_devices(fake):
+    x = numbers(LARGE)
+    same(fake.gpuops.add(x, x, device=1), x + x)
+    same(fake.gpuops.add(x, x, device=0), x + x)
+    assert fake.fake.current_device() == 0
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS[1:3], ids=lambda given: given[0])
+def test_threads_call_at_once(fake, scheduler):
+    gpuops = fake.gpuops
+    fake.fake.set_scheduler(*scheduler)
+
+    def calls(seed):
+        x, y = numbers(LARGE + seed, seed), numbers(LARGE + seed, seed + 1)
+        stream = gpuops.Stream(device=seed % 2) if seed % 3 else None
+        for _ in range(2):
+            same(gpuops.add(x, y, device=seed % 2, stream=stream), x + y)
+
+    def small():
+        x = np.arange(1000)
+        for _ in range(20):
+            same(gpuops.add(x, x, device=0), x + x)
+
+    run_threads([functools.partial(calls, seed) for seed in range(5)] + [small])
+
+
+# In processes of their own.
+
+IN_CHILD = """
+import numpy as np
+from test_pipeline import LARGE, numbers, same
+import gpuops
+
+x, y = numbers(LARGE), numbers(LARGE, 1)
+same(gpuops.add(x, y, device="cuda"), x + y)
+out = np.zeros((2, LARGE), np.uint8)[:, ::-1]
+same(gpuops.add(np.stack([x, y]), y, out=out, device="cuda"), np.stack([x + y, y + y]))
+"""
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {"GPUOPS_PINNED_LIMIT": "0"},
+        {"GPUOPS_PINNED_LIMIT": str(RING_BYTES)},
+        {"GPUOPS_PINNED_LIMIT": str(2 * RING_BYTES)},
+        {"GPUOPS_NUM_THREADS": "1"},
+        {"GPUOPS_NUM_THREADS": "12"},
+        {"GPUOPS_LAUNCH_BLOCKING": "1"},
+    ],
+    ids=lambda given: "=".join(*given.items()),
+)
+def test_environments(fake_device, environment):
+    run_child(fake_device.gpuops, IN_CHILD, **environment)
+
+
+def test_a_limit_that_is_no_number(fake_device):
+    source = """
+import numpy as np
+from test_pipeline import LARGE, numbers
+import gpuops
+
+out = np.full(LARGE, 7, np.uint8)
+try:
+    gpuops.add(numbers(LARGE), numbers(LARGE), out=out, device="cuda")
+except ValueError as error:
+    print(error)
+assert (out == 7).all()
+"""
+    said = run_child(fake_device.gpuops, source, GPUOPS_PINNED_LIMIT="many")
+    assert said.startswith("GPUOPS_PINNED_LIMIT is 'many': expected a number of bytes")
+
+
+def test_fork_leaves_the_streams_behind(fake_device):
+    source = (
+        IN_CHILD
+        + """
+import os, signal, warnings
+warnings.simplefilter("ignore", DeprecationWarning)
+child = os.fork()
+if child == 0:
+    signal.alarm(20)
+    try:
+        gpuops.add(x, y, device="cuda")
+    except gpuops.ForkedProcessError:
+        os._exit(0 if (gpuops.add(x, y, device="cpu") == x + y).all() else 1)
+    os._exit(2)
+print(os.waitpid(child, 0)[1])
+same(gpuops.add(x, y, device="cuda"), x + y)
+"""
+    )
+    assert run_child(fake_device.gpuops, source, GPUOPS_NUM_THREADS="3") == "0\n"
