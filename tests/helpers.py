@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -129,7 +130,8 @@ def package_parent(gpuops):
 def run_child(gpuops, source, *, timeout=60, **environment):
     """Runs Python source in a fresh interpreter in which `import gpuops` is the build under test.
 
-    Fails unless it exits with 0 and an empty stderr; returns what it printed.
+    Fails unless it exits with 0 and an empty stderr; returns what it printed. Where malloc finds
+    nothing, AddressSanitizer says so on stderr, and goes on like malloc.
     """
     child_environment = {
         key: value for key, value in os.environ.items() if not key.startswith("GPUOPS_")
@@ -146,7 +148,8 @@ def run_child(gpuops, source, *, timeout=60, **environment):
         timeout=timeout,
     )
     assert child.returncode == 0, f"exit status {child.returncode}\n{child.stdout}{child.stderr}"
-    assert child.stderr == "", child.stderr
+    errors = re.sub(r"==\d+==WARNING: AddressSanitizer failed to allocate .*\n", "", child.stderr)
+    assert errors == "", errors
     return child.stdout
 
 

@@ -414,9 +414,8 @@ def test_streams_and_rings_are_used_again(fake):
 @pytest.mark.parametrize("number", [1, 3, 12])
 @pytest.mark.parametrize(
     "function",
-    ["cudaMemcpyAsync", "cudaEventRecord", "cudaStreamWaitEvent", "cudaLaunchKernel",
-     "cudaEventQuery"],
-)  # fmt: skip
+    ["cudaMemcpyAsync", "cudaEventRecord", "cudaStreamWaitEvent", "cudaLaunchKernel"],
+)
 def test_a_call_fails_half_way(fake, function, number, mode):
     """Then nothing is at work on the arrays of the caller any more."""
     gpuops = fake.gpuops
@@ -435,6 +434,32 @@ def test_a_call_fails_half_way(fake, function, number, mode):
     out[...] = 7
     fake.fake.run()
     assert (out == 7).all()
+    same(gpuops.add(x, y), x + y)
+
+
+@pytest.mark.parametrize("number", [1, 12])
+def test_queries_fail(fake, number):
+    """How many there are depends on who is quicker. A ring that cannot be asked counts as taken."""
+    gpuops = fake.gpuops
+    x, y = numbers(13 * PART_BYTES), numbers(13 * PART_BYTES, 1)
+    out = np.empty_like(x)
+    fake.fake.set_scheduler("lazy")
+    for mode in ("once", "from then on"):
+        raised = False
+        with fake.fake.fail(number, DEVICE_ERROR, mode, "cudaEventQuery") as fault:
+            try:
+                gpuops.add(x, y, out=out)
+            except gpuops.DeviceError as error:
+                assert "cudaEventQuery" in str(error)
+                raised = True
+        assert fault.reached or number > 1
+        assert raised or mode == "once" or not fault.reached
+        if raised:
+            out[...] = 7
+            fake.fake.run()
+            assert (out == 7).all()
+        else:
+            same(out, x + y)
     same(gpuops.add(x, y), x + y)
 
 
