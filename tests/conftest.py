@@ -73,8 +73,10 @@ def pytest_sessionstart(session):
             pytest.exit(f"--require-fake: {problem}", returncode=1)
 
 
-def pytest_collection_finish(session):
-    """A test that collects garbage does not wait until the collector has looked at all tests."""
+@pytest.fixture(autouse=True, scope="module")
+def small_heap():
+    """A test that collects garbage does not wait until the collector has looked at all tests, and
+    at what is kept of those before."""
     gc.collect()
     gc.freeze()
 
