@@ -129,6 +129,8 @@ static void *raise_failure(State *state, Status status, const char *op, const ch
     case STATUS_LIBRARY_ERROR:
         PyErr_Format(PyExc_OSError, "%s", text);
         break;
+    case STATUS_INTERRUPTED: /* the exception is there */
+        break;
     }
     return NULL;
 }
@@ -139,13 +141,18 @@ void *raise_status(State *state, Status status, const char *op, int device)
 }
 
 /* The only place where the GIL is released. */
+Status without_gil_for_now(Status (*work)(void *), void *context, PyThreadState **saved)
+{
+    *saved = PyEval_SaveThread();
+    const Status status = work(context);
+    PyEval_RestoreThread(*saved);
+    return status;
+}
+
 Status without_gil(Status (*work)(void *), void *context)
 {
-    Status status;
-    Py_BEGIN_ALLOW_THREADS
-    status = work(context);
-    Py_END_ALLOW_THREADS
-    return status;
+    PyThreadState *saved;
+    return without_gil_for_now(work, context, &saved);
 }
 
 static bool is_in_place(const Signature *signature)
@@ -162,6 +169,7 @@ typedef struct Arguments {
     PyArrayObject *fill;
     PyArray_Descr *wanted;
     PyObject *fill_value, *device, *stream; /* borrowed */
+    bool shows_progress;
 } Arguments;
 
 static int read_output(State *state, PyObject *object, const char *op, const char *name,
@@ -273,6 +281,9 @@ static int read_arguments(State *state, const Signature *signature, PyObject **v
             break;
         case ROLE_STREAM:
             arguments->stream = value;
+            break;
+        case ROLE_PROGRESS:
+            if (read_flag(value, name, &arguments->shows_progress) < 0) return -1;
             break;
         default:
             if (read_option(parameter->role, value, call) < 0) return -1;
@@ -533,6 +544,7 @@ static int check_opaque(const Call *call, const Arguments *arguments)
 typedef struct Work {
     Call *call;
     int wanted_device;
+    Progress progress;
 } Work;
 
 /* Between host arrays; where stream= was given, the device is known already. */
@@ -546,6 +558,13 @@ static Status do_host_work(void *context)
         if (call->device != DEVICE_CPU) call->stream = thread_stream(call->device);
     }
     return run_call(call);
+}
+
+static Status work_on_host(Work *work)
+{
+    const Status status = without_gil_for_now(do_host_work, work, &work->progress.saved);
+    if (status == STATUS_INTERRUPTED) progress_raise(&work->progress);
+    return status;
 }
 
 static Status do_device_work(void *call)
@@ -673,7 +692,7 @@ static PyObject *change_on_host(State *state, Call *call, Arguments *arguments, 
 {
     if (copy_overlapping_inputs(call, arguments) < 0) return NULL;
     call->out_is_fresh = false;
-    Status status = without_gil(do_host_work, work);
+    Status status = work_on_host(work);
     if (status == STATUS_OK) return Py_NewRef(Py_None);
     return raise_call_status(state, status, call, arguments);
 }
@@ -724,7 +743,7 @@ static PyObject *call_on_host(State *state, Call *call, Arguments *arguments, Wo
 
     bool computed;
     if (multiply_in_numpy(state, call, arguments, work, out, &computed) < 0) goto done;
-    Status status = computed ? STATUS_OK : without_gil(do_host_work, work);
+    Status status = computed ? STATUS_OK : work_on_host(work);
     if (status != STATUS_OK) {
         raise_call_status(state, status, call, arguments);
     } else if (given != NULL) {
@@ -781,14 +800,20 @@ PyObject *call_operator(PyObject *module, int op, PyObject *const *args, Py_ssiz
     arguments.wanted = NULL;
     arguments.fill_value = NULL;
     arguments.device = arguments.stream = Py_None;
+    arguments.shows_progress = false;
     const Operand *leader = NULL;
-    Work work = {&call, DEVICE_DEFAULT};
+    Work work;
+    work.call = &call;
+    work.wanted_device = DEVICE_DEFAULT;
+    progress_init(&work.progress, call.op->name);
+    call.watch = &work.progress.watch;
     Stream *stream = NULL;
     PyObject *result = NULL;
 
     if (read_arguments(state, signature, values, &call, &arguments) < 0 ||
         find_leader(&arguments, &leader) < 0)
         goto done;
+    if (arguments.shows_progress && progress_show(&work.progress) < 0) goto done;
     if (leader != NULL) {
         call.device = leader->view.device;
         if (check_device_argument(leader, arguments.device) < 0 ||
@@ -818,6 +843,7 @@ PyObject *call_operator(PyObject *module, int op, PyObject *const *args, Py_ssiz
     result = call_planned(state, &call, &arguments, leader, &work);
 
 done:
+    progress_close(&work.progress, &result);
     for (int i = 0; i < arguments.count; i++) operand_clear(&arguments.inputs[i]);
     if (arguments.out.object != NULL) operand_clear(&arguments.out);
     release(arguments.fill);

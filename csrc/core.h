@@ -37,7 +37,8 @@ typedef enum Role {
     ROLE_OUT,
     ROLE_OUTPUT, /* an array, or the dtype of a fresh one */
     ROLE_DEVICE,
-    ROLE_STREAM
+    ROLE_STREAM,
+    ROLE_PROGRESS
 } Role;
 
 typedef struct Parameter {
@@ -190,6 +191,24 @@ int bind_arguments(const Signature *signature, PyObject *const *args, Py_ssize_t
                    PyObject *names, PyObject **values);
 void set_defaults(const Signature *signature, Call *call);
 int read_option(Role role, PyObject *value, Call *call);
+int read_flag(PyObject *object, const char *name, bool *flag);
+
+/* progress.c: what looks after a call between large arrays on the host: signals, and a bar. */
+typedef struct Progress {
+    Watch watch;
+    const char *op;
+    PyThreadState *saved;               /* while the GIL is released */
+    PyObject *make_bar;                 /* tqdm, or NULL: none is wanted */
+    PyObject *bar;                      /* NULL until the first part */
+    int64_t told_bytes;                 /* by the bar */
+    PyObject *type, *value, *traceback; /* of the exception that ended the call */
+} Progress;
+
+void progress_init(Progress *progress, const char *op);
+int progress_show(Progress *progress); /* with a bar, if the call goes in parts */
+void progress_raise(Progress *progress);
+/* Closes the bar, and drops *result for an exception if that fails. */
+void progress_close(Progress *progress, PyObject **result);
 
 /* call.c */
 PyObject *call_operator(PyObject *module, int op, PyObject *const *args, Py_ssize_t count,
@@ -198,6 +217,8 @@ PyObject *call_operator(PyObject *module, int op, PyObject *const *args, Py_ssiz
  * that on which the library of the first array on the device works, if there is one that tells. */
 Stream *stream_of_call(State *state, PyObject *stream, const Operand *leader, int device);
 Status without_gil(Status (*work)(void *), void *context);
+/* The same for work that may take the GIL again for a while, with what is saved. */
+Status without_gil_for_now(Status (*work)(void *), void *context, PyThreadState **saved);
 void *raise_status(State *state, Status status, const char *op, int device);
 
 /* device.c */

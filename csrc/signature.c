@@ -15,7 +15,7 @@ static const struct {
     {"precision", ROLE_PRECISION}, {"cval", ROLE_BORDER_VALUE},
     {"origin", ROLE_ORIGIN},       {"out", ROLE_OUT},
     {"output", ROLE_OUTPUT},       {"device", ROLE_DEVICE},
-    {"stream", ROLE_STREAM},
+    {"stream", ROLE_STREAM},       {"progress", ROLE_PROGRESS},
 };
 
 /* The word mode is for indices, or for the borders of images: its default tells. */
@@ -264,7 +264,7 @@ static int read_precision(PyObject *object, Precision *precision)
     return 0;
 }
 
-static int read_flag(PyObject *object, const char *name, bool *flag)
+int read_flag(PyObject *object, const char *name, bool *flag)
 {
     if (!PyBool_Check(object)) {
         PyErr_Format(PyExc_TypeError, "%s must be True or False, not %R", name, object);
@@ -292,6 +292,8 @@ void set_defaults(const Signature *signature, Call *call)
     call->slot = -1;
     call->compute = DTYPE_OPAQUE;
     call->in_place = call->elementwise = call->own_transfer = false;
+    call->run_in_parts = NULL;
+    call->watch = NULL;
     call->cast_inputs = call->host_inputs = 0;
 }
 

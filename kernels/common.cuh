@@ -181,11 +181,7 @@ int64_t pinned_stretch(const char *host, int64_t bytes);
 /* Gives back the page-locked memory of the pool that nobody uses. */
 void pinned_flush(void);
 
-/* pipeline.cu: element-wise operators between large arrays on the host, whose elements are of the
- * dtype that is computed in; out does not overlap with an input, unless it coincides with it. */
-bool pipeline_takes(const Call *call);
-Status run_pipeline(Call *call);
-/* Gives back the streams that no call has now. */
+/* pipeline.cu: gives back the streams that no call has now. */
 void pipeline_flush(int device);
 
 /* memory.cu: gives back what one stream, or all of a device, keep for arrays to come. */

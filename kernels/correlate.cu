@@ -14,6 +14,11 @@
 #include <math.h>
 #include <stdlib.h>
 
+#ifdef __CUDACC__
+static Status run_correlate_in_parts(Call *call, bool *done);
+static Status run_convolve_in_parts(Call *call, bool *done);
+#endif
+
 /* Plans: what the caller can get wrong, and the shape of the result. */
 
 static bool is_pixel(Dtype dtype)
@@ -102,6 +107,9 @@ static Status plan(Call *call, bool flipped)
     out->ndim = input->ndim;
     for (int i = 0; i < input->ndim; i++) out->shape[i] = input->shape[i];
     call->host_inputs |= 2;
+#ifdef __CUDACC__
+    call->run_in_parts = flipped ? run_convolve_in_parts : run_correlate_in_parts;
+#endif
     return STATUS_OK;
 }
 
@@ -129,6 +137,7 @@ static Filter describe(const Call *call, bool flipped)
     filter.images = 1;
     for (int i = 0; i < input->ndim - 2; i++) filter.images *= input->shape[i];
     filter.height = input->ndim > 1 ? input->shape[input->ndim - 2] : 1;
+    filter.in_height = filter.height;
     filter.width = input->shape[input->ndim - 1];
     filter.rows = input->ndim > 1 ? weights->shape[weights->ndim - 2] : 1;
     filter.columns = weights->shape[weights->ndim - 1];
@@ -192,25 +201,53 @@ bool find_factors(const Filter &filter, const double *weights, Factors *factors)
     return true;
 }
 
-static Status run(Call *call, bool flipped)
+/* work is given the weights, read from the host. */
+template <class Work>
+static Status with_weights(const Call *call, const Filter &filter, const Work &work)
 {
-    const Filter filter = describe(call, flipped);
-    if (filter.images == 0 || filter.height == 0 || filter.width == 0) return STATUS_OK;
-    const View *given = &call->inputs[1];
-    if (given->device != DEVICE_CPU) return correlate_on_device(call, filter, NULL);
-
     const int64_t bytes = filter.rows * filter.columns * (int64_t)sizeof(double);
     double *weights = static_cast<double *>(malloc((size_t)bytes));
     if (weights == NULL)
         return fail(STATUS_MEMORY_ERROR, "out of host memory: %lld bytes for the weights",
                     (long long)bytes);
-    read_weights(filter, given, weights);
-    const Status status = call->out.device == DEVICE_CPU
-                              ? correlate_on_cpu(call, filter, weights)
-                              : correlate_on_device(call, filter, weights);
+    read_weights(filter, &call->inputs[1], weights);
+    const Status status = work(weights);
     free(weights);
     return status;
 }
+
+static Status run(Call *call, bool flipped)
+{
+    const Filter filter = describe(call, flipped);
+    if (filter.images == 0 || filter.height == 0 || filter.width == 0) return STATUS_OK;
+    if (call->inputs[1].device != DEVICE_CPU) return correlate_on_device(call, filter, NULL);
+    return with_weights(call, filter, [&](const double *weights) {
+        return call->out.device == DEVICE_CPU ? correlate_on_cpu(call, filter, weights)
+                                              : correlate_on_device(call, filter, weights);
+    });
+}
+
+#ifdef __CUDACC__
+static Status run_in_parts(Call *call, bool flipped, bool *done)
+{
+    *done = has_filter_parts(call);
+    if (!*done) return STATUS_OK;
+    const Filter filter = describe(call, flipped);
+    return with_weights(call, filter, [&](const double *weights) {
+        return correlate_in_parts(call, filter, weights);
+    });
+}
+
+static Status run_correlate_in_parts(Call *call, bool *done)
+{
+    return run_in_parts(call, false, done);
+}
+
+static Status run_convolve_in_parts(Call *call, bool *done)
+{
+    return run_in_parts(call, true, done);
+}
+#endif
 
 Status run_correlate(Call *call)
 {

@@ -10,6 +10,7 @@
 /* out[y, x] = sum over i, j of weights[i, j] * in[y + i - top, x + j - left], image by image. */
 struct Filter {
     int64_t images, height, width;
+    int64_t in_height;     /* of the input, where that has only the rows that a part needs */
     int64_t rows, columns; /* of the weights */
     int64_t top, left;
     bool flipped;  /* the weights come in reverse order: a convolution */
@@ -223,5 +224,10 @@ bool find_factors(const Filter &filter, const double *weights, Factors *factors)
  * they are on the device. */
 Status correlate_on_cpu(const Call *call, const Filter &filter, const double *weights);
 Status correlate_on_device(Call *call, const Filter &filter, const double *weights);
+
+/* correlate_parts.cu: whether a call is between images on the host so large that they are filtered
+ * in parts; and that. */
+bool has_filter_parts(const Call *call);
+Status correlate_in_parts(Call *call, const Filter &filter, const double *weights);
 
 #endif

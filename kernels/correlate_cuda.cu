@@ -399,9 +399,9 @@ struct FewPixels {
 
     Images<Sum> in;
     Sum *out;
-    Divider width, bands; /* bands: of ROWS rows, in an image */
-    int64_t count, top, left;
-    bool skips; /* there may be zeros in the weights */
+    Divider width, bands;             /* bands: of ROWS rows, in an image */
+    int64_t count, height, top, left; /* height: of the results */
+    bool skips;                       /* there may be zeros in the weights */
     WeightsByValue<Sum, SIZE> weights;
 
     HOST_DEVICE void operator()(Thread thread) const
@@ -431,10 +431,10 @@ struct FewPixels {
                 }
             }
         }
-        Sum *results = out + (image * in.height + y) * in.width + x;
+        Sum *results = out + (image * height + y) * in.width + x;
         UNROLL
         for (int o = 0; o < ROWS; o++)
-            if (y + o < in.height) results[o * in.width] = sums[o];
+            if (y + o < height) results[o * in.width] = sums[o];
     }
 };
 
@@ -1046,7 +1046,7 @@ static Images<Sum> images_of(const Filter &filter, const View &input)
     in.data = static_cast<char *>(input.data);
     images_are_regular(input, &in.image_stride);
     if (input.ndim > 1) in.row_stride = input.strides[input.ndim - 2];
-    in.height = filter.height;
+    in.height = filter.in_height;
     in.width = filter.width;
     in.dtype = filter.in;
     in.border = filter.border;
@@ -1165,6 +1165,7 @@ static Status launch_few(const Filter &filter, const View &input, const View &ou
     body.width = divider_of((uint32_t)filter.width);
     body.bands = divider_of((uint32_t)bands);
     body.count = filter.images * bands * filter.width;
+    body.height = filter.height;
     body.top = filter.top;
     body.left = filter.left + begin;
     body.skips = skips;

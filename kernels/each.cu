@@ -55,6 +55,9 @@ Status plan_each(Call *call, Dtype compute)
 {
     call->compute = compute;
     call->elementwise = true;
+#ifdef __CUDACC__
+    call->run_in_parts = run_each_in_parts;
+#endif
     call->cast_inputs = (1u << call->input_count) - 1;
     call->out.dtype = compute;
     call->out.dtype_name = dtype_name(compute);

@@ -30,6 +30,7 @@ typedef enum Status {
     STATUS_FORKED,
     STATUS_LIBRARY_ERROR, /* a library that is opened at run time is not there, or not what it is
                            * taken for */
+    STATUS_INTERRUPTED,   /* by the watch of the call */
 } Status;
 
 /* What the last failed call on this thread had to say. */
@@ -173,6 +174,13 @@ typedef enum Border {
 /* How a product of float32 matrices is computed. */
 typedef enum Precision { PRECISION_FULL, PRECISION_TF32 } Precision;
 
+/* Somebody who is asked now and then, by calls that go through large arrays in parts, whether to go
+ * on, and is told how many of the operands' bytes are done. */
+typedef struct Watch {
+    bool (*look)(struct Watch *watch, int64_t done_bytes, int64_t bytes);
+    bool sees_ends; /* also before the first part and after the last */
+} Watch;
+
 /* One call of one operator. csrc/call.c fills in the operands and options; plan_<name> checks them,
  * says what the result looks like and what run_<name> takes; run_<name> computes it.
  *
@@ -199,6 +207,7 @@ typedef struct Call {
     int origins[2];      /* of the last two axes */
     int origin_count;    /* how many the caller gave; 0: one number for both */
     Dtype wanted;        /* of the result, where the caller named one; else OPAQUE */
+    Watch *watch;        /* NULL: there is none */
 
     /* Where to work. */
     int device;
@@ -213,6 +222,9 @@ typedef struct Call {
     bool elementwise;     /* out may be one of the inputs, and of any strides; it is converted from
                            * compute; inputs of one element stay on the host if they are there */
     bool own_transfer;    /* it takes arrays on the host to the GPU itself */
+    /* Between large arrays on the host, or NULL. Sets *done to false, and does nothing, where the
+     * call is not for it. */
+    Status (*run_in_parts)(struct Call *call, bool *done);
 } Call;
 
 typedef struct Operator {

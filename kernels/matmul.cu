@@ -97,6 +97,9 @@ Status plan_matmul(Call *call)
     out->item_bytes = dtype_bytes(out->dtype);
     call->compute = out->dtype;
     call->cast_inputs = 3; /* both */
+#ifdef __CUDACC__
+    call->run_in_parts = run_matmul_in_parts;
+#endif
     const int batch = batch_ndim(a) > batch_ndim(b) ? batch_ndim(a) : batch_ndim(b);
     out->ndim = batch;
     for (int i = 0; i < batch; i++) {

@@ -1,32 +1,83 @@
-/* Element by element between large arrays on the host: in parts, three at a time.
+/* Large arrays on the host: in parts, three at a time.
  *
  * While one part is computed, the next one's operands are on their way up, and the result of the
  * one before is on its way down. So a call takes as long as the longer direction of the bus does,
- * and no more memory of the device than a few parts take, whatever the size of the arrays.
- *
- * The loops over all operands (each_loops) are cut at one of them, the outermost within which there
- * is no more than a part: a part is a stretch of that loop, with all loops inside it, at one
- * position of those outside. What of an operand is the same for one part after the other, because
- * it is broadcast, is sent up once; so the loops outside go round for each stretch.
+ * or the computation, and no more memory of the device than a few parts take, whatever the size of
+ * the arrays. What a part is, the operators say: each_parts.cu, correlate_parts.cu,
+ * matmul_parts.cu.
  *
  * Three streams of our own do the work, which is ordered by when one is made to wait for what
  * another one has been given until then:
  *
- *     up        part i  after what read its buffers last, the kernel of part i - 2
+ *     up        part i  after what read its buffers last, the kernels of part i - 2
  *     compute   part i  after its operands are there, and the result of part i - 2 is gone
- *     down      part i  after its kernel
+ *     down      part i  after its kernels
  */
-#include "each.cuh"
-#include "transfer.cuh"
+#include "pipeline.cuh"
 
 #include <pthread.h>
 #include <stdlib.h>
+#include <time.h>
+
+Cut cut_loops(const int64_t *counts, int ndim, int64_t most)
+{
+    int64_t inside = 1;
+    int at = ndim - 1;
+    while (at > 0 && inside * counts[at] <= most) inside *= counts[at--];
+    const int64_t rows = most > inside ? most / inside : 1;
+    Cut cut = {at, 0, (counts[at] + rows - 1) / rows, 1};
+    cut.rows = (counts[at] + cut.stretches - 1) / cut.stretches;
+    for (int i = 0; i < at; i++) cut.positions *= counts[i];
+    return cut;
+}
+
+int64_t cut_offset(const Cut &cut, const int64_t *counts, const int64_t *strides, int64_t part)
+{
+    int64_t offset = cut_begin(cut, part) * strides[cut.at], position = part % cut.positions;
+    for (int i = cut.at - 1; i >= 0; i--) {
+        offset += position % counts[i] * strides[i];
+        position /= counts[i];
+    }
+    return offset;
+}
+
+int64_t cut_first(const Cut &cut, const int64_t *counts, const int64_t *strides, int64_t part)
+{
+    int64_t first = 0, position = part % cut.positions, step = 1;
+    for (int i = cut.at - 1; i >= 0; i--) {
+        if (strides[i] != 0) first += position % counts[i] * step;
+        position /= counts[i];
+        step *= counts[i];
+    }
+    return first + (strides[cut.at] == 0 ? 0 : part / cut.positions * cut.positions);
+}
 
 #ifdef __CUDACC__
 
-constexpr int64_t PART_BYTES = 8 << 20; /* of the result, at most */
+constexpr int64_t PART_BYTES = 8 << 20; /* of the largest operand, at most */
 constexpr int BUFFERS = 2;              /* of each operand */
 constexpr int64_t ALIGNMENT = 512;      /* of buffers */
+/* How often the caller is asked whether to go on, for which Python's lock has to be waited for. */
+constexpr int64_t LOOK_MICROSECONDS = 100000;
+
+#ifdef GPUOPS_FAKE_CUDA
+/* Tests set their own, so that small arrays have many parts. */
+extern "C" int64_t fake_cuda_part_bytes(int64_t bytes);
+#endif
+
+int64_t part_bytes(void)
+{
+#ifdef GPUOPS_FAKE_CUDA
+    return fake_cuda_part_bytes(PART_BYTES);
+#else
+    return PART_BYTES;
+#endif
+}
+
+bool is_worth_parts(int64_t bytes)
+{
+    return bytes > BUFFERS * part_bytes();
+}
 
 /* Streams that one call has at a time. */
 struct Lanes {
@@ -95,187 +146,204 @@ void pipeline_flush(int device)
     }
 }
 
-/* What of an operand is on the device; the result is the last one. */
-struct PipedOperand {
-    bool stays;    /* on the host: one element */
-    int buffers;   /* as many as it takes, up to BUFFERS */
-    int64_t bytes; /* of a buffer */
-    char *data;    /* the first of them */
-    int current;   /* the one that was filled last, and where from: */
-    const char *source;
+/* What of an operand is on the device. */
+struct Buffers {
+    int count;     /* as many as it takes, up to BUFFERS */
+    int64_t bytes; /* of each */
+    char *data;
+    int current; /* the one that was filled last, and with what: */
+    int64_t piece;
 };
 
 struct Pipeline {
-    Call *call;
-    EachLoops loops;
-    int cut;                      /* the loop that is cut */
-    int64_t rows;                 /* of that loop in a part; in the last ones there may be less */
-    int64_t stretches, positions; /* of the loops outside it: there is a part for each pair */
-    PipedOperand operands[GPUOPS_MAX_INPUTS + 1];
-    Call part; /* on the device */
-    PinnedUse uses[GPUOPS_MAX_INPUTS + 1];
+    Parts *parts;
+    int inputs; /* also the number of the result */
+    Buffers operands[MOST_PIPED];
+    PinnedUse uses[MOST_PIPED];
     Memory *memory;
     Lanes *lanes;
     Traffic *traffic;
+    int64_t looked; /* when the caller was asked last */
 };
 
-/* The result is the last operand. */
 static const View *operand_of(const Call *call, int k)
 {
     return k < call->input_count ? &call->inputs[k] : &call->out;
 }
 
-static void plan_parts(Pipeline *pipeline)
+void parts_open(Parts *parts, Call *call)
 {
-    EachLoops *loops = &pipeline->loops;
-    each_loops(pipeline->call, loops);
-    const int64_t most = PART_BYTES / pipeline->call->out.item_bytes;
-    int64_t inside = 1;
-    int cut = loops->ndim - 1;
-    while (cut > 0 && inside * loops->counts[cut] <= most) inside *= loops->counts[cut--];
-    const int64_t count = loops->counts[cut];
-    pipeline->cut = cut;
-    pipeline->stretches = (count + most / inside - 1) / (most / inside);
-    pipeline->rows = (count + pipeline->stretches - 1) / pipeline->stretches;
-    pipeline->positions = 1;
-    for (int i = 0; i < cut; i++) pipeline->positions *= loops->counts[i];
-}
-
-/* A view on the device for each operand, and the size of its buffers. */
-static void plan_operand(Pipeline *pipeline, int k)
-{
-    const EachLoops &loops = pipeline->loops;
-    const Call *call = pipeline->call;
-    const bool is_result = k == call->input_count;
-    const View *given = operand_of(call, k);
-    View *view = is_result ? &pipeline->part.out : &pipeline->part.inputs[k];
-    PipedOperand *operand = &pipeline->operands[k];
-    view_copy(view, given);
-    view->ndim = 0;
-    operand->stays = !is_result && view_items(given) == 1;
-    if (operand->stays) return;
-
-    int64_t different = loops.strides[k][pipeline->cut] == 0 ? 1 : pipeline->stretches;
-    for (int i = 0; i < pipeline->cut; i++)
-        if (loops.strides[k][i] != 0) different = BUFFERS;
-    operand->buffers = static_cast<int>(different < BUFFERS ? different : BUFFERS);
-    view->device = call->device;
-    view->stream = pipeline->lanes->compute;
-    for (int i = pipeline->cut; i < loops.ndim; i++) {
-        const int64_t count = i == pipeline->cut ? pipeline->rows : loops.counts[i];
-        view->shape[view->ndim++] = loops.strides[k][i] == 0 ? 1 : count;
+    *parts = {};
+    parts->call = call;
+    Call *part = &parts->part;
+    part->op = call->op;
+    part->input_count = call->input_count;
+    part->compute = call->compute;
+    part->precision = call->precision;
+    part->elementwise = call->elementwise;
+    part->device = call->device;
+    part->slot = -1;
+    for (int k = 0; k <= call->input_count; k++) {
+        View *view = k < call->input_count ? &part->inputs[k] : &part->out;
+        view_copy(view, operand_of(call, k));
     }
-    view_pack(view);
-    operand->bytes = (view_items(view) * view->item_bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
 }
 
 static Status allocate_buffers(Pipeline *pipeline)
 {
-    const int count = pipeline->call->input_count + 1;
     int64_t bytes = 0;
-    for (int k = 0; k < count; k++)
-        bytes += pipeline->operands[k].buffers * pipeline->operands[k].bytes;
-    Status status = memory_allocate(pipeline->call->stream, bytes, &pipeline->memory);
+    for (int k = 0; k <= pipeline->inputs; k++) {
+        Buffers *buffers = &pipeline->operands[k];
+        const int64_t pieces = pipeline->parts->pieces[k];
+        buffers->count = static_cast<int>(pieces < BUFFERS ? pieces : BUFFERS);
+        buffers->bytes = (pipeline->parts->bytes[k] + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+        buffers->piece = -1;
+        bytes += buffers->count * buffers->bytes;
+    }
+    Status status = memory_allocate(pipeline->parts->call->stream, bytes, &pipeline->memory);
     if (status != STATUS_OK) return status;
     char *data = memory_data(pipeline->memory);
-    for (int k = 0; k < count; k++) {
+    for (int k = 0; k <= pipeline->inputs; k++) {
         pipeline->operands[k].data = data;
-        data += pipeline->operands[k].buffers * pipeline->operands[k].bytes;
+        data += pipeline->operands[k].count * pipeline->operands[k].bytes;
     }
     return STATUS_OK;
+}
+
+static bool shrink(Parts *parts)
+{
+    return parts->shrink != NULL && parts->shrink(parts);
 }
 
 /* All that takes memory, before anything is written. */
 static Status open_pipeline(Pipeline *pipeline)
 {
-    const Call *call = pipeline->call;
-    Status status = lanes_take(call->device, &pipeline->lanes);
+    Parts *parts = pipeline->parts;
+    Status status = lanes_take(parts->call->device, &pipeline->lanes);
     if (status != STATUS_OK) return status;
     status = traffic_open(&pipeline->traffic);
     if (status != STATUS_OK) return status;
-    plan_parts(pipeline);
-    Call *part = &pipeline->part;
-    part->op = call->op;
-    part->input_count = call->input_count;
-    part->compute = call->compute;
-    part->elementwise = true;
-    part->device = call->device;
-    part->stream = pipeline->lanes->compute;
-    part->slot = -1;
-    for (int k = 0; k <= call->input_count; k++) plan_operand(pipeline, k);
-    return allocate_buffers(pipeline);
-}
-
-/* Where an operand of a part lies on the host. */
-static Box box_of_part(const Pipeline *pipeline, int k, int64_t number)
-{
-    const EachLoops &loops = pipeline->loops;
-    const int64_t *strides = loops.strides[k];
-    const int cut = pipeline->cut;
-    const int64_t begin = number / pipeline->positions * pipeline->rows;
-    int64_t position = number % pipeline->positions;
-    Box box = {loops.data[k] + begin * strides[cut], pipeline->call->out.item_bytes, 0, {}, {}};
-    for (int i = cut - 1; i >= 0; i--) {
-        box.base += position % loops.counts[i] * strides[i];
-        position /= loops.counts[i];
-    }
-    for (int i = cut; i < loops.ndim; i++) {
-        int64_t count = loops.counts[i];
-        if (i == cut) count = count - begin < pipeline->rows ? count - begin : pipeline->rows;
-        box_append(&box, strides[i] == 0 ? 1 : count, strides[i]);
-    }
-    return box;
-}
-
-static char *buffer_of(const PipedOperand &operand)
-{
-    return operand.data + operand.current * operand.bytes;
-}
-
-static Status send_up(Pipeline *pipeline, int64_t number)
-{
-    Status status = STATUS_OK;
-    for (int k = 0; k < pipeline->call->input_count && status == STATUS_OK; k++) {
-        PipedOperand *operand = &pipeline->operands[k];
-        if (operand->stays) continue;
-        const Box box = box_of_part(pipeline, k, number);
-        /* What begins there is the same, or only the first rows of it: no part is longer than the
-         * one before. */
-        if (operand->source == box.base) continue;
-        operand->current = (operand->current + 1) % operand->buffers;
-        operand->source = box.base;
-        status =
-            traffic_up(pipeline->traffic, box, buffer_of(*operand), pipeline->lanes->up->handle);
+    do status = allocate_buffers(pipeline);
+    while (status == STATUS_MEMORY_ERROR && shrink(parts));
+    parts->part.stream = pipeline->lanes->compute;
+    for (int k = 0; k <= pipeline->inputs; k++) {
+        View *view = k < pipeline->inputs ? &parts->part.inputs[k] : &parts->part.out;
+        if (parts->bytes[k] == 0) continue;
+        view->device = parts->call->device;
+        view->stream = pipeline->lanes->compute;
     }
     return status;
 }
 
-static Status compute(Pipeline *pipeline, int64_t number)
+static char *buffer_of(const Buffers &buffers)
 {
-    const int last = pipeline->call->input_count;
-    const int64_t begin = number / pipeline->positions * pipeline->rows;
-    const int64_t left = pipeline->loops.counts[pipeline->cut] - begin;
-    Call *part = &pipeline->part;
-    pipeline->operands[last].current = static_cast<int>(number % BUFFERS);
-    for (int k = 0; k <= last; k++) {
-        const PipedOperand &operand = pipeline->operands[k];
-        View *view = k < last ? &part->inputs[k] : &part->out;
-        if (operand.stays) continue;
-        view->data = buffer_of(operand);
-        if (pipeline->loops.strides[k][pipeline->cut] != 0)
-            view->shape[0] = left < pipeline->rows ? left : pipeline->rows;
-    }
-    return part->op->run(part);
+    return buffers.data + buffers.current * buffers.bytes;
 }
 
-static Status run_parts(Pipeline *pipeline)
+static Status send_up_boxes(Pipeline *pipeline, int k, int64_t number)
+{
+    const Parts *parts = pipeline->parts;
+    char *target = buffer_of(pipeline->operands[k]);
+    Status status = STATUS_OK;
+    Box box;
+    for (int i = 0; status == STATUS_OK && parts->find_box(parts, k, number, i, &box); i++) {
+        status = traffic_up(pipeline->traffic, box, target, pipeline->lanes->up->handle);
+        target += box_items(box) * box.item_bytes;
+    }
+    return status;
+}
+
+static Status send_up(Pipeline *pipeline, int64_t number)
+{
+    const Parts *parts = pipeline->parts;
+    Status status = STATUS_OK;
+    for (int k = 0; k < pipeline->inputs && status == STATUS_OK; k++) {
+        Buffers *buffers = &pipeline->operands[k];
+        if (parts->bytes[k] == 0) continue;
+        const int64_t piece = parts->piece_of(parts, k, number);
+        if (piece == buffers->piece) continue;
+        buffers->current = (buffers->current + 1) % buffers->count;
+        buffers->piece = piece;
+        status = send_up_boxes(pipeline, k, number);
+    }
+    return status;
+}
+
+/* Results that have been written already are what only an error of the device may leave. */
+static Status as_late_failure(const Pipeline *pipeline, Status status, int64_t number)
+{
+    if (status != STATUS_MEMORY_ERROR || number == 0 || pipeline->parts->call->out_is_fresh)
+        return status;
+    const Failure failure = *last_failure();
+    return fail_cuda(STATUS_DEVICE_ERROR, failure.cuda_code, failure.cuda_name, failure.text);
+}
+
+static Status compute(Pipeline *pipeline, int64_t number)
+{
+    Parts *parts = pipeline->parts;
+    const int last = pipeline->inputs;
+    pipeline->operands[last].current = static_cast<int>(number % pipeline->operands[last].count);
+    for (int k = 0; k <= last; k++) {
+        View *view = k < last ? &parts->part.inputs[k] : &parts->part.out;
+        if (parts->bytes[k] > 0) view->data = buffer_of(pipeline->operands[k]);
+    }
+    return as_late_failure(pipeline, parts->run(parts, number), number);
+}
+
+static Status begin_down(Pipeline *pipeline, int64_t number)
+{
+    const Parts *parts = pipeline->parts;
+    const int last = pipeline->inputs;
+    Box box;
+    (void)parts->find_box(parts, last, number, 0, &box);
+    return traffic_begin_down(pipeline->traffic, box, buffer_of(pipeline->operands[last]),
+                              pipeline->lanes->down->handle);
+}
+
+static int64_t microseconds(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec * 1000000 + now.tv_nsec / 1000;
+}
+
+/* Tells the caller how much is done. Whoever is asked may do anything in between, also make another
+ * device current. */
+static Status look(Pipeline *pipeline, int64_t done)
+{
+    const Parts *parts = pipeline->parts;
+    const Call *call = parts->call;
+    int64_t bytes = 0;
+    for (int k = 0; k <= pipeline->inputs; k++)
+        bytes += view_items(operand_of(call, k)) * operand_of(call, k)->item_bytes;
+    const int64_t done_bytes =
+        bytes / parts->count * done + bytes % parts->count * done / parts->count;
+    const bool goes_on = call->watch->look(call->watch, done_bytes, bytes);
+    pipeline->looked = microseconds();
+    int before;
+    const Status status = device_enter(call->device, &before);
+    if (goes_on) return status;
+    return fail(STATUS_INTERRUPTED, "the call was ended between two parts");
+}
+
+static Status look_now_and_then(Pipeline *pipeline, int64_t done)
+{
+    const Watch *watch = pipeline->parts->call->watch;
+    if (watch == NULL || runtime_is_leaving()) return STATUS_OK;
+    const bool is_end = done == 0 || done == pipeline->parts->count;
+    const bool is_time = microseconds() - pipeline->looked >= LOOK_MICROSECONDS;
+    return (is_end ? watch->sees_ends : is_time) ? look(pipeline, done) : STATUS_OK;
+}
+
+static Status run_all(Pipeline *pipeline)
 {
     const Lanes *lanes = pipeline->lanes;
-    const int last = pipeline->call->input_count;
-    const int64_t parts = pipeline->stretches * pipeline->positions;
-    Status status = stream_wait(lanes->up, pipeline->call->stream);
-    for (int64_t number = 0; number < parts && status == STATUS_OK; number++) {
-        status = send_up(pipeline, number);
+    const int64_t count = pipeline->parts->count;
+    pipeline->looked = microseconds();
+    Status status = stream_wait(lanes->up, pipeline->parts->call->stream);
+    for (int64_t number = 0; number < count && status == STATUS_OK; number++) {
+        status = look_now_and_then(pipeline, number);
+        if (status == STATUS_OK) status = send_up(pipeline, number);
         /* The next part goes up where the one before this one was. */
         if (status == STATUS_OK) status = stream_wait(lanes->up, lanes->compute);
         if (status == STATUS_OK) status = stream_wait(lanes->compute, lanes->up);
@@ -283,12 +351,11 @@ static Status run_parts(Pipeline *pipeline)
         /* The next result takes the place of the one before this one. */
         if (status == STATUS_OK) status = stream_wait(lanes->compute, lanes->down);
         if (status == STATUS_OK) status = stream_wait(lanes->down, lanes->compute);
-        if (status == STATUS_OK)
-            status = traffic_begin_down(pipeline->traffic, box_of_part(pipeline, last, number),
-                                        buffer_of(pipeline->operands[last]), lanes->down->handle);
+        if (status == STATUS_OK) status = begin_down(pipeline, number);
         if (status == STATUS_OK && number > 0) status = traffic_end_down(pipeline->traffic);
     }
-    return status == STATUS_OK ? traffic_end_down(pipeline->traffic) : status;
+    if (status == STATUS_OK) status = traffic_end_down(pipeline->traffic);
+    return status == STATUS_OK ? look_now_and_then(pipeline, count) : status;
 }
 
 /* Nothing may still be at work on the caller's memory; and if it cannot be waited for, the buffers
@@ -318,29 +385,36 @@ static Status close_pipeline(Pipeline *pipeline, Status status)
             status = last;
         else
             status = fail_cuda(status, first.cuda_code, first.cuda_name, first.text);
-        lanes_give(pipeline->call->device, pipeline->lanes);
+        lanes_give(pipeline->parts->call->device, pipeline->lanes);
     }
     if (pipeline->memory != NULL) memory_release(pipeline->memory);
     return status;
 }
 
-bool pipeline_takes(const Call *call)
+bool has_separate_parts(const Call *call)
 {
-    for (int k = 0; k < call->input_count; k++)
-        if (call->inputs[k].device != DEVICE_CPU || call->inputs[k].dtype != call->compute)
+    const View *out = &call->out;
+    if (call->elementwise && out->dtype != call->compute) return false;
+    for (int k = 0; k < call->input_count; k++) {
+        const View *input = &call->inputs[k];
+        const bool casts = call->cast_inputs >> k & 1 && input->dtype != call->compute;
+        if (input->device != DEVICE_CPU || casts) return false;
+        if (views_overlap(out, input) && !(call->elementwise && views_coincide(out, input)))
             return false;
-    return call->elementwise &&
-           view_items(&call->out) > BUFFERS * PART_BYTES / call->out.item_bytes;
+    }
+    return true;
 }
 
-Status run_pipeline(Call *call)
+Status run_parts(Parts *parts)
 {
+    Call *call = parts->call;
     Pipeline pipeline = {};
-    pipeline.call = call;
+    pipeline.parts = parts;
+    pipeline.inputs = call->input_count;
     for (int k = 0; k <= call->input_count; k++)
         pinned_hold(operand_of(call, k), &pipeline.uses[k]);
     Status status = open_pipeline(&pipeline);
-    if (status == STATUS_OK) status = run_parts(&pipeline);
+    if (status == STATUS_OK) status = run_all(&pipeline);
     status = close_pipeline(&pipeline, status);
     for (int k = 0; k <= call->input_count; k++)
         pinned_let_go(&pipeline.uses[k], call->device, status == STATUS_OK);

@@ -179,11 +179,12 @@ static Status run_on_device(Call *call)
     Status status = device_enter(call->device, &previous);
     if (status != STATUS_OK) return status;
     if (call->stream == NULL) call->stream = legacy_stream(call->device);
+    bool done = false;
     if (call->out.device != DEVICE_CPU)
         status = run_in_order(call);
-    else if (pipeline_takes(call) && !needs_fresh_output(call))
-        status = run_pipeline(call);
-    else
+    else if (call->run_in_parts != NULL)
+        status = call->run_in_parts(call, &done);
+    if (call->out.device == DEVICE_CPU && status == STATUS_OK && !done)
         status = run_through_device(call);
     device_leave(call->device, previous);
     return status;

@@ -118,6 +118,10 @@ class Fake:
         """
         self.library.fake_set_scheduler(name.encode(), ctypes.c_uint64(seed))
 
+    def set_part_bytes(self, part_bytes):
+        """The size of the parts in which large NumPy arrays are worked on; 0 is the real one."""
+        self.library.fake_set_part_bytes(ctypes.c_int64(part_bytes))
+
     def leave_free(self, free_bytes):
         """Leaves device 0 so many bytes beyond those that are in use now."""
         available, total = ctypes.c_size_t(), ctypes.c_size_t()
@@ -125,7 +129,7 @@ class Fake:
         self.set_memory_limit(total.value - available.value + free_bytes)
 
     def reset(self):
-        """Undoes the four above, with all work done, and sets the counts of calls to zero.
+        """Undoes the five above, with all work done, and sets the counts of calls to zero.
 
         Faults are disarmed, and a lost context is there again.
 

@@ -14,6 +14,7 @@
  *   GPUOPS_FAKE_DEVICES=count
  *   GPUOPS_FAKE_MULTIPROCESSORS=count of each device
  *   GPUOPS_FAKE_LOCKS_READ_ONLY=0|1
+ *   GPUOPS_FAKE_PART_BYTES=of the parts in which large arrays on the host are worked on
  *   GPUOPS_FAKE_SCHEDULER=now|lazy|shuffled
  *   GPUOPS_FAKE_SEED=number, for shuffled
  */
@@ -683,6 +684,19 @@ void fake_set_memory_limit(size_t bytes_per_device)
     trim_pools(-1, true);
 }
 
+void fake_set_part_bytes(int64_t bytes)
+{
+    LOCKED();
+    machine.part_bytes = bytes;
+}
+
+/* What the package takes instead of its own number, unless nobody has set it. */
+int64_t fake_cuda_part_bytes(int64_t bytes)
+{
+    LOCKED();
+    return machine.part_bytes > 0 ? machine.part_bytes : bytes;
+}
+
 void fake_set_visitor(void (*function)(const char *call, int with_gil))
 {
     visitor = function;
@@ -770,6 +784,7 @@ void fake_reset(void)
     machine.multiprocessors = (int)number("GPUOPS_FAKE_MULTIPROCESSORS", 132);
     machine.memory_bytes = number("GPUOPS_FAKE_MEMORY", 64 << 20);
     machine.locks_read_only = number("GPUOPS_FAKE_LOCKS_READ_ONLY", 1);
+    machine.part_bytes = (int64_t)number("GPUOPS_FAKE_PART_BYTES", 0);
     trim_pools(-1, true);
     memset(counters, 0, sizeof counters);
     end_faults();

@@ -1,0 +1,99 @@
+/* Element by element between large arrays on the host: in parts.
+ *
+ * The loops over all operands (each_loops) are cut at one of them, the outermost within which there
+ * is no more than a part. What of an operand is the same for one part after the other, because it
+ * is broadcast, is sent up once; so the loops outside go round for each stretch. */
+#include "each.cuh"
+#include "pipeline.cuh"
+
+#ifdef __CUDACC__
+
+struct EachParts : Parts {
+    EachLoops loops;
+    Cut cut;
+};
+
+static int64_t piece_of(const Parts *parts, int k, int64_t number)
+{
+    const EachParts &each = *static_cast<const EachParts *>(parts);
+    return cut_first(each.cut, each.loops.counts, each.loops.strides[k], number);
+}
+
+static int64_t count_pieces(const EachParts &each, int k)
+{
+    const int64_t *strides = each.loops.strides[k];
+    int64_t pieces = strides[each.cut.at] == 0 ? 1 : each.cut.stretches;
+    for (int i = 0; i < each.cut.at; i++)
+        if (strides[i] != 0) pieces *= each.loops.counts[i];
+    return pieces;
+}
+
+static bool find_box(const Parts *parts, int k, int64_t number, int i, Box *box)
+{
+    const EachParts &each = *static_cast<const EachParts *>(parts);
+    const EachLoops &loops = each.loops;
+    const int64_t *strides = loops.strides[k];
+    if (i > 0) return false;
+    char *base = loops.data[k] + cut_offset(each.cut, loops.counts, strides, number);
+    *box = {base, parts->call->out.item_bytes, 0, {}, {}};
+    for (int at = each.cut.at; at < loops.ndim; at++) {
+        const int64_t count =
+            at == each.cut.at ? cut_rows(each.cut, loops.counts, number) : loops.counts[at];
+        box_append(box, strides[at] == 0 ? 1 : count, strides[at]);
+    }
+    return true;
+}
+
+static View *part_view(EachParts *each, int k)
+{
+    return k < each->part.input_count ? &each->part.inputs[k] : &each->part.out;
+}
+
+static void set_shape(EachParts *each, int k, int64_t rows)
+{
+    const EachLoops &loops = each->loops;
+    View *view = part_view(each, k);
+    view->ndim = 0;
+    for (int at = each->cut.at; at < loops.ndim; at++) {
+        const int64_t count = at == each->cut.at ? rows : loops.counts[at];
+        view->shape[view->ndim++] = loops.strides[k][at] == 0 ? 1 : count;
+    }
+    view_pack(view);
+}
+
+static Status run(Parts *parts, int64_t number)
+{
+    EachParts *each = static_cast<EachParts *>(parts);
+    const int64_t rows = cut_rows(each->cut, each->loops.counts, number);
+    for (int k = 0; k <= parts->call->input_count; k++)
+        if (parts->bytes[k] > 0) set_shape(each, k, rows);
+    return parts->part.op->run(&parts->part);
+}
+
+Status run_each_in_parts(Call *call, bool *done)
+{
+    const int64_t item_bytes = call->out.item_bytes;
+    *done = is_worth_parts(view_items(&call->out) * item_bytes) && has_separate_parts(call);
+    if (!*done) return STATUS_OK;
+    EachParts each;
+    parts_open(&each, call);
+    each.piece_of = piece_of;
+    each.find_box = find_box;
+    each.run = run;
+    each_loops(call, &each.loops);
+    each.cut = cut_loops(each.loops.counts, each.loops.ndim, part_bytes() / item_bytes);
+    each.count = each.cut.stretches * each.cut.positions;
+    for (int k = 0; k <= call->input_count; k++) {
+        View *view = part_view(&each, k);
+        if (k < call->input_count && view_items(view) == 1) {
+            view->ndim = 0; /* it stays on the host */
+            continue;
+        }
+        set_shape(&each, k, each.cut.rows);
+        each.bytes[k] = view_items(view) * item_bytes;
+        each.pieces[k] = count_pieces(each, k);
+    }
+    return run_parts(&each);
+}
+
+#endif
