@@ -340,6 +340,7 @@ def add(
     out: None = None,
     device: _Device = None,
     stream: _SupportsStream | None = None,
+    progress: bool = False,
 ) -> DeviceArray: ...
 @overload
 def add(
@@ -350,6 +351,7 @@ def add(
     out: None = None,
     device: _Device = None,
     stream: _SupportsStream | None = None,
+    progress: bool = False,
 ) -> DeviceArray: ...
 @overload
 def add(
@@ -360,6 +362,7 @@ def add(
     out: _Out,
     device: _Device = None,
     stream: _SupportsStream | None = None,
+    progress: bool = False,
 ) -> _Out: ...
 @overload
 def add(
@@ -370,6 +373,7 @@ def add(
     out: None = None,
     device: _Device = None,
     stream: _SupportsStream | None = None,
+    progress: bool = False,
 ) -> Any: ...
 @overload
 def multiply(
@@ -380,6 +384,7 @@ def multiply(
     out: None = None,
     device: _Device = None,
     stream: _SupportsStream | None = None,
+    progress: bool = False,
 ) -> DeviceArray: ...
 @overload
 def multiply(
@@ -390,6 +395,7 @@ def multiply(
     out: None = None,
     device: _Device = None,
     stream: _SupportsStream | None = None,
+    progress: bool = False,
 ) -> DeviceArray: ...
 @overload
 def multiply(
@@ -400,6 +406,7 @@ def multiply(
     out: _Out,
     device: _Device = None,
     stream: _SupportsStream | None = None,
+    progress: bool = False,
 ) -> _Out: ...
 @overload
 def multiply(
@@ -410,6 +417,7 @@ def multiply(
     out: None = None,
     device: _Device = None,
     stream: _SupportsStream | None = None,
+    progress: bool = False,
 ) -> Any: ...
 @overload
 def matmul(
@@ -421,6 +429,7 @@ def matmul(
     precision: Literal["full", "tf32"] = "full",
     device: _Device = None,
     stream: _SupportsStream | None = None,
+    progress: bool = False,
 ) -> DeviceArray: ...
 @overload
 def matmul(
@@ -432,6 +441,7 @@ def matmul(
     precision: Literal["full", "tf32"] = "full",
     device: _Device = None,
     stream: _SupportsStream | None = None,
+    progress: bool = False,
 ) -> DeviceArray: ...
 @overload
 def matmul(
@@ -443,6 +453,7 @@ def matmul(
     precision: Literal["full", "tf32"] = "full",
     device: _Device = None,
     stream: _SupportsStream | None = None,
+    progress: bool = False,
 ) -> _Out: ...
 @overload
 def matmul(
@@ -454,6 +465,7 @@ def matmul(
     precision: Literal["full", "tf32"] = "full",
     device: _Device = None,
     stream: _SupportsStream | None = None,
+    progress: bool = False,
 ) -> Any: ...
 @overload
 def saxpy(
@@ -465,6 +477,7 @@ def saxpy(
     out: None = None,
     device: _Device = None,
     stream: _SupportsStream | None = None,
+    progress: bool = False,
 ) -> DeviceArray: ...
 @overload
 def saxpy(
@@ -476,6 +489,7 @@ def saxpy(
     out: None = None,
     device: _Device = None,
     stream: _SupportsStream | None = None,
+    progress: bool = False,
 ) -> DeviceArray: ...
 @overload
 def saxpy(
@@ -487,6 +501,7 @@ def saxpy(
     out: None = None,
     device: _Device = None,
     stream: _SupportsStream | None = None,
+    progress: bool = False,
 ) -> DeviceArray: ...
 @overload
 def saxpy(
@@ -498,6 +513,7 @@ def saxpy(
     out: _Out,
     device: _Device = None,
     stream: _SupportsStream | None = None,
+    progress: bool = False,
 ) -> _Out: ...
 @overload
 def saxpy(
@@ -509,6 +525,7 @@ def saxpy(
     out: None = None,
     device: _Device = None,
     stream: _SupportsStream | None = None,
+    progress: bool = False,
 ) -> Any: ...
 @overload
 def sigmoid(
@@ -518,6 +535,7 @@ def sigmoid(
     out: None = None,
     device: _Device = None,
     stream: _SupportsStream | None = None,
+    progress: bool = False,
 ) -> DeviceArray: ...
 @overload
 def sigmoid(
@@ -527,6 +545,7 @@ def sigmoid(
     out: _Out,
     device: _Device = None,
     stream: _SupportsStream | None = None,
+    progress: bool = False,
 ) -> _Out: ...
 @overload
 def sigmoid(
@@ -536,6 +555,7 @@ def sigmoid(
     out: None = None,
     device: _Device = None,
     stream: _SupportsStream | None = None,
+    progress: bool = False,
 ) -> Any: ...
 @overload
 def sigmoid_backward(
@@ -546,6 +566,7 @@ def sigmoid_backward(
     out: None = None,
     device: _Device = None,
     stream: _SupportsStream | None = None,
+    progress: bool = False,
 ) -> DeviceArray: ...
 @overload
 def sigmoid_backward(
@@ -556,6 +577,7 @@ def sigmoid_backward(
     out: None = None,
     device: _Device = None,
     stream: _SupportsStream | None = None,
+    progress: bool = False,
 ) -> DeviceArray: ...
 @overload
 def sigmoid_backward(
@@ -566,6 +588,7 @@ def sigmoid_backward(
     out: _Out,
     device: _Device = None,
     stream: _SupportsStream | None = None,
+    progress: bool = False,
 ) -> _Out: ...
 @overload
 def sigmoid_backward(
@@ -576,6 +599,7 @@ def sigmoid_backward(
     out: None = None,
     device: _Device = None,
     stream: _SupportsStream | None = None,
+    progress: bool = False,
 ) -> Any: ...
 @overload
 def gather(
@@ -838,6 +862,7 @@ def correlate(
     origin: SupportsIndex | Sequence[SupportsIndex] = 0,
     device: _Device = None,
     stream: _SupportsStream | None = None,
+    progress: bool = False,
 ) -> DeviceArray: ...
 @overload
 def correlate(
@@ -850,6 +875,7 @@ def correlate(
     origin: SupportsIndex | Sequence[SupportsIndex] = 0,
     device: _Device = None,
     stream: _SupportsStream | None = None,
+    progress: bool = False,
 ) -> _Out: ...
 @overload
 def correlate(
@@ -862,6 +888,7 @@ def correlate(
     origin: SupportsIndex | Sequence[SupportsIndex] = 0,
     device: _Device = None,
     stream: _SupportsStream | None = None,
+    progress: bool = False,
 ) -> Any: ...
 @overload
 def convolve(
@@ -874,6 +901,7 @@ def convolve(
     origin: SupportsIndex | Sequence[SupportsIndex] = 0,
     device: _Device = None,
     stream: _SupportsStream | None = None,
+    progress: bool = False,
 ) -> DeviceArray: ...
 @overload
 def convolve(
@@ -886,6 +914,7 @@ def convolve(
     origin: SupportsIndex | Sequence[SupportsIndex] = 0,
     device: _Device = None,
     stream: _SupportsStream | None = None,
+    progress: bool = False,
 ) -> _Out: ...
 @overload
 def convolve(
@@ -898,6 +927,7 @@ def convolve(
     origin: SupportsIndex | Sequence[SupportsIndex] = 0,
     device: _Device = None,
     stream: _SupportsStream | None = None,
+    progress: bool = False,
 ) -> Any: ...
 def hello(
     blocks: SupportsIndex = 1, threads: SupportsIndex = 3, *, device: _Device = None

@@ -16,6 +16,7 @@
 #include "pipeline.cuh"
 
 #include <pthread.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <time.h>
 
@@ -275,7 +276,10 @@ static Status as_late_failure(const Pipeline *pipeline, Status status, int64_t n
     if (status != STATUS_MEMORY_ERROR || number == 0 || pipeline->parts->call->out_is_fresh)
         return status;
     const Failure failure = *last_failure();
-    return fail_cuda(STATUS_DEVICE_ERROR, failure.cuda_code, failure.cuda_name, failure.text);
+    char text[sizeof failure.text];
+    snprintf(text, sizeof text, "%s (%d) with some of the results written: %.512s",
+             failure.cuda_name, failure.cuda_code, failure.text);
+    return fail_cuda(STATUS_DEVICE_ERROR, failure.cuda_code, failure.cuda_name, text);
 }
 
 static Status compute(Pipeline *pipeline, int64_t number)

@@ -8,7 +8,6 @@ import re
 import numpy as np
 import pytest
 from conftest import leaving_nothing
-from faults.fake import MEMORY_LIMIT
 from helpers import filled_array, run_child, run_threads, same
 from operators import ROOT
 
@@ -23,15 +22,15 @@ def constant(name, source="pipeline"):
     return eval(value)
 
 
-PART_BYTES = constant("PART_BYTES")
+REAL_PART_BYTES = constant("PART_BYTES")
+PART_BYTES = 3 << 20  # on the fake, which is not fast; of four such parts each goes through a ring
 BUFFERS = constant("BUFFERS")
 BUFFER_BYTES = constant("BUFFER_BYTES", "transfer")
 RING_BYTES = BUFFER_BYTES * constant("RING_BUFFERS", "transfer")
 LARGEST_WHOLE = BUFFERS * PART_BYTES
 LARGE = 3 * PART_BYTES + 4097  # of four parts
 
-BOUNDARIES = sorted({PART_BYTES, LARGEST_WHOLE, 3 * PART_BYTES, 4 * PART_BYTES})
-SIZES = [size + more for size in BOUNDARIES for more in (-1, 0, 1)]
+SIZES = [(parts, more) for parts in (1, BUFFERS, 3, 4) for more in (-1, 0, 1)]
 
 MARGIN = 100
 DEVICE_BYTES = 1 << 30  # of the fake's devices
@@ -44,9 +43,17 @@ def numbers(size, seed=0):
 
 
 @pytest.fixture
-def gpuops(gpu):
-    if gpu.fake is not None:
-        gpu.fake.set_memory_limit(DEVICE_BYTES)
+def part(gpu):
+    """The bytes of a part."""
+    if gpu.fake is None:
+        return REAL_PART_BYTES
+    gpu.fake.set_memory_limit(DEVICE_BYTES)
+    gpu.fake.set_part_bytes(PART_BYTES)
+    return PART_BYTES
+
+
+@pytest.fixture
+def gpuops(gpu, part):
     return gpu.gpuops
 
 
@@ -54,6 +61,7 @@ def gpuops(gpu):
 def fake(fake_device):
     with leaving_nothing(fake_device), fake_device.gpuops.device("cuda:0"):
         fake_device.fake.set_memory_limit(DEVICE_BYTES)
+        fake_device.fake.set_part_bytes(PART_BYTES)
         yield fake_device
 
 
@@ -79,8 +87,9 @@ def between_margins(like):
 # What is computed.
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_sizes(gpuops, size):
+@pytest.mark.parametrize(("parts", "more"), SIZES)
+def test_sizes(gpuops, part, parts, more):
+    size = parts * part + more
     x, y = numbers(size), numbers(size, 1)
     same(gpuops.add(x, y), x + y)
     out, is_kept = between_margins(x)
@@ -89,18 +98,29 @@ def test_sizes(gpuops, size):
     assert is_kept()
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_parts(fake, size):
+@pytest.mark.parametrize(("parts", "more"), SIZES)
+def test_parts(fake, parts, more):
     """None is longer than it may be, and there are no more than it takes."""
+    size = parts * PART_BYTES + more
     x = numbers(size)
     count, _ = launches(fake, lambda: fake.gpuops.add(x, x))
     assert count == (1 if size <= LARGEST_WHOLE else -(-size // PART_BYTES))
 
 
+def test_parts_without_a_test(fake):
+    """Of the size that they have outside the tests."""
+    fake.fake.set_part_bytes(0)
+    for more, parts in [(0, 1), (1, BUFFERS + 1)]:
+        x = numbers(BUFFERS * REAL_PART_BYTES + more)
+        count, result = launches(fake, lambda x=x: fake.gpuops.add(x, x))
+        assert count == parts
+        same(result, x + x)
+
+
 @pytest.mark.parametrize("more", [-1, 0, 1])
 @pytest.mark.parametrize("dtype", ["?", "i1", "u2", "f2", "i4", "f4", "u8", "f8", "c8", "c16"])
-def test_dtypes(gpuops, dtype, more):
-    size = 3 * PART_BYTES // np.dtype(dtype).itemsize + more
+def test_dtypes(gpuops, part, dtype, more):
+    size = 3 * part // np.dtype(dtype).itemsize + more
     x, y = filled_array(size, dtype), filled_array(size, dtype, 1)
     result = gpuops.add(x, y)
     with np.errstate(all="ignore"):
@@ -120,9 +140,9 @@ OPERATORS = {
 
 @pytest.mark.parametrize("dtype", ["f4", "f8"])
 @pytest.mark.parametrize("name", OPERATORS)
-def test_operators(gpuops, name, dtype):
+def test_operators(gpuops, part, name, dtype):
     """Bit for bit what they give between arrays on the device, in one piece."""
-    size = LARGE // np.dtype(dtype).itemsize
+    size = (3 * part + 4097) // np.dtype(dtype).itemsize
     generator = np.random.default_rng(0)
     arrays = [generator.standard_normal(size).astype(dtype) for _ in range(OPERATORS[name])]
     operator = getattr(gpuops, name)
@@ -146,12 +166,17 @@ LAYOUTS = {
     "with gaps": lambda x: np.pad(x, ((0, 1), (3, 2)))[:-1, 3:-2],
     "misaligned": misaligned,
 }
-SHAPES = [(3, PART_BYTES // 4 + 3), (PART_BYTES // 4096 * 3 + 1, 1025), (PART_BYTES // 4 + 1, 3)]
+SHAPES = {
+    "long rows": lambda part: (3, part // 4 + 3),
+    "rows": lambda part: (part // 4096 * 3 + 1, 1025),
+    "short rows": lambda part: (part // 4 + 1, 3),
+}
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=["long rows", "rows", "short rows"])
+@pytest.mark.parametrize("which", SHAPES)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts(gpuops, layout, shape):
+def test_layouts(gpuops, part, layout, which):
+    shape = SHAPES[which](part)
     x, y = filled_array(shape, "i4"), filled_array(shape, "i4", 1)
     same(gpuops.add(LAYOUTS[layout](x), y), x + y)
     same(gpuops.add(x, LAYOUTS[layout](y)), x + y)
@@ -161,8 +186,8 @@ def test_layouts(gpuops, layout, shape):
     np.testing.assert_array_equal(out, x + y)
 
 
-def test_gaps_of_out_stay_as_they_are(gpuops):
-    shape = SHAPES[1]
+def test_gaps_of_out_stay_as_they_are(gpuops, part):
+    shape = SHAPES["rows"](part)
     x = filled_array(shape, "i4")
     around = np.full((shape[0] + 1, 2 * shape[1] + 5), 7, "i4")
     out = around[:-1, 3:-2:2]
@@ -229,15 +254,15 @@ def test_windows_that_overlap(in_any_order):
     same(in_any_order.add(x, y), x + y)
 
 
-def test_scalars(gpuops):
-    x = filled_array(LARGE // 4, "i4")
+def test_scalars(gpuops, part):
+    x = filled_array(part, "i4")
     same(gpuops.multiply(x, 3), x * 3)
     same(gpuops.multiply(np.int32(3), x), x * 3)
     same(gpuops.saxpy(np.array([[2]], "i4"), x, 5)[0], x * 2 + 5)
 
 
-def test_other_dtypes(gpuops):
-    x, y = filled_array(LARGE // 4, "i2"), filled_array(LARGE // 4, "i4", 1)
+def test_other_dtypes(gpuops, part):
+    x, y = filled_array(part, "i2"), filled_array(part, "i4", 1)
     same(gpuops.add(x, y), x + y)
     out = np.zeros(len(x), "f8")
     gpuops.add(x, y, out=out)
@@ -259,7 +284,7 @@ def test_out_is_an_operand(in_any_order, operand):
 
 
 def test_out_is_every_operand(in_any_order):
-    x = filled_array(SHAPES[1], "i4")[:, ::-1]
+    x = filled_array(SHAPES["rows"](PART_BYTES), "i4")[:, ::-1]
     expected = x * x + x
     in_any_order.saxpy(x, x, x, out=x)
     np.testing.assert_array_equal(x, expected)
@@ -271,13 +296,13 @@ OVERLAPS = {
     "backward": lambda memory: (memory[::-1], memory),
     "in between": lambda memory: (memory[:-1:2], memory[1::2]),
     "by a part": lambda memory: (memory[: -PART_BYTES // 4], memory[PART_BYTES // 4 :]),
-    "transposed": lambda memory: (memory.reshape(2048, 2048).T, memory.reshape(2048, 2048)),
+    "transposed": lambda memory: (memory.reshape(1024, 1024).T, memory.reshape(1024, 1024)),
 }
 
 
 @pytest.mark.parametrize("overlap", OVERLAPS)
 def test_out_overlaps(in_any_order, overlap):
-    memory = filled_array(1 << 23 if overlap == "in between" else 1 << 22, "i8")
+    memory = filled_array(1 << 21 if overlap == "in between" else 1 << 20, "i8")
     if overlap == "by a part":
         memory = filled_array(LARGE // 2, "i4")
     x, out = OVERLAPS[overlap](memory)
@@ -291,8 +316,9 @@ def test_out_overlaps(in_any_order, overlap):
 
 
 def test_arrays_larger_than_the_device(in_any_order, fake):
-    fake.fake.set_memory_limit(MEMORY_LIMIT)
-    x = filled_array(MEMORY_LIMIT + 12345, "u1")
+    device_bytes = 8 * PART_BYTES
+    fake.fake.set_memory_limit(device_bytes)
+    x = filled_array(device_bytes + 12345, "u1")
     same(in_any_order.add(x, x[::-1]), x + x[::-1])
     in_any_order.add(x, x, out=x[::-1])
 
@@ -503,8 +529,8 @@ def test_the_work_of_its_stream_comes_first(in_any_order, fake):
     library.cudaFreeHost(ctypes.c_void_p(x.ctypes.data))
 
 
-def test_bad_indices_of_its_stream_are_told(gpuops):
-    x = numbers(LARGE)
+def test_bad_indices_of_its_stream_are_told(gpuops, part):
+    x = numbers(3 * part)
     stream = gpuops.Stream()
     gpuops.gather(gpuops.to_device([1.0], stream=stream), [3], stream=stream)
     with pytest.raises(IndexError, match="found by an earlier gather"):
@@ -556,6 +582,8 @@ def test_threads_call_at_once(fake, scheduler):
 
 # In processes of their own.
 
+SMALL_PARTS = {"GPUOPS_FAKE_PART_BYTES": str(PART_BYTES)}
+
 IN_CHILD = """
 import numpy as np
 from test_pipeline import LARGE, numbers, same
@@ -581,7 +609,7 @@ same(gpuops.add(np.stack([x, y]), y, out=out, device="cuda"), np.stack([x + y, y
     ids=lambda given: "=".join(*given.items()),
 )
 def test_environments(fake_device, environment):
-    run_child(fake_device.gpuops, IN_CHILD, **environment)
+    run_child(fake_device.gpuops, IN_CHILD, **SMALL_PARTS, **environment)
 
 
 def test_a_limit_that_is_no_number(fake_device):
@@ -597,7 +625,7 @@ except ValueError as error:
     print(error)
 assert (out == 7).all()
 """
-    said = run_child(fake_device.gpuops, source, GPUOPS_PINNED_LIMIT="many")
+    said = run_child(fake_device.gpuops, source, **SMALL_PARTS, GPUOPS_PINNED_LIMIT="many")
     assert said.startswith("GPUOPS_PINNED_LIMIT is 'many': expected a number of bytes")
 
 
@@ -619,4 +647,5 @@ print(os.waitpid(child, 0)[1])
 same(gpuops.add(x, y, device="cuda"), x + y)
 """
     )
-    assert run_child(fake_device.gpuops, source, GPUOPS_NUM_THREADS="3") == "0\n"
+    environment = SMALL_PARTS | {"GPUOPS_NUM_THREADS": "3"}
+    assert run_child(fake_device.gpuops, source, **environment) == "0\n"

@@ -323,6 +323,25 @@ def large_host_arrays(gpu):
 
 
 @path("matmul")
+def panels(gpu):
+    """Of large arrays on the host; a part is small here."""
+    gpu.fake.set_part_bytes(4 << 10)
+    a, b = np.arange(3 * 1024 * 4.0).reshape(-1, 4) % 100, np.arange(8.0).reshape(4, 2)
+    out = np.full((len(a), 2), 77.0)
+    return Case(lambda: gpu.gpuops.matmul(a, b, out=out, device="cuda"), [a, b, out], [out])
+
+
+@path("correlate")
+def rows_of_a_large_image(gpu):
+    """With weights that take memory of the device for each part."""
+    gpu.fake.set_part_bytes(2 << 10)
+    image, weights = np.arange(70.0 * 20).reshape(-1, 20), np.arange(24.0).reshape(3, 8)
+    out = np.full_like(image, 77)
+    call = functools.partial(gpu.gpuops.correlate, image, weights, output=out, device="cuda")
+    return Case(call, [image, weights, out], [out])
+
+
+@path("matmul")
 def batches(gpu):
     a, b = np.arange(60.0).reshape(5, 3, 4), np.arange(12.0).reshape(4, 3)
     operands = on_device(gpu, [a, b])

@@ -1,0 +1,306 @@
+"""Long calls between NumPy arrays on a GPU: a bar that shows how far they are, and signals."""
+
+import contextlib
+import gc
+import importlib.util
+import sys
+import time
+import types
+
+import numpy as np
+import pytest
+from conftest import leaving_nothing
+from helpers import run_child, run_threads, same
+from operators import OPERATORS, parameters_of, required_arguments
+from test_pipeline import constant
+
+PART_BYTES = 4 << 10
+LOOK_SECONDS = constant("LOOK_MICROSECONDS") / 1e6
+WITH_PROGRESS = [op for op in OPERATORS if "progress" in parameters_of(op).parameters]
+
+
+class Bar:
+    """What the package knows of tqdm's bars, as a record of what is done with them."""
+
+    made: list  # by the module of one test
+    on_update = staticmethod(lambda bar, count: None)
+    on_close = staticmethod(lambda bar: None)
+
+    def __init__(self, **options):
+        self.options, self.updates, self.closed = options, [], 0
+        self.made.append(self)
+
+    def update(self, count):
+        self.updates.append(count)
+        self.on_update(self, count)
+
+    def close(self):
+        self.closed += 1
+        self.on_close(self)
+
+
+@pytest.fixture
+def bars(monkeypatch):
+    module = types.ModuleType("tqdm.auto")
+    module.tqdm = type("Bar", (Bar,), {"made": []})
+    monkeypatch.setitem(sys.modules, "tqdm", types.ModuleType("tqdm"))
+    monkeypatch.setitem(sys.modules, "tqdm.auto", module)
+    return module.tqdm
+
+
+@pytest.fixture
+def fake(fake_device):
+    with leaving_nothing(fake_device), fake_device.gpuops.device("cuda:0"):
+        fake_device.fake.set_part_bytes(PART_BYTES)
+        yield fake_device
+
+
+X = np.arange(20 * PART_BYTES // 4, dtype="i4")
+LARGE = {
+    "add": (X, X),
+    "multiply": (X, X),
+    "saxpy": (X, X, X),
+    "sigmoid": (X.astype("f4"),),
+    "sigmoid_backward": (X.astype("f4"), X.astype("f4")),
+    "matmul": (X.reshape(-1, 4), X[:8].reshape(4, 2)),
+    "correlate": (X.reshape(-1, 32), np.ones((3, 3))),
+    "convolve": (X.reshape(-1, 32), np.ones((3, 3))),
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_a_bar(fake, bars, name):
+    operator, arguments = getattr(fake.gpuops, name), LARGE[name]
+    expected = operator(*arguments)
+    same(operator(*arguments, progress=False), expected)
+    assert bars.made == []
+    same(operator(*arguments, progress=True), expected)
+    (bar,) = bars.made
+    total = sum(x.nbytes for x in arguments) + expected.nbytes
+    assert bar.options == {
+        "desc": name, "total": total, "unit": "B", "unit_scale": True, "unit_divisor": 1024,
+    }  # fmt: skip
+    assert all(count > 0 for count in bar.updates)
+    assert sum(bar.updates) == total
+    assert bar.closed == 1
+
+
+def test_it_is_for_what_goes_in_parts():
+    assert {operator.name for operator in WITH_PROGRESS} == set(LARGE)
+
+
+@pytest.mark.parametrize("operator", WITH_PROGRESS, ids=lambda operator: operator.name)
+def test_small_calls_are_silent(gpuops, bars, operator):
+    arguments, function = required_arguments(operator), getattr(gpuops, operator.name)
+    same(function(*arguments, progress=True), function(*arguments))
+    assert bars.made == []
+
+
+def test_what_is_on_a_device_already(fake, bars):
+    d = fake.gpuops.to_device(X)
+    fake.gpuops.add(d, d, progress=True)
+    assert bars.made == []
+
+
+@pytest.mark.parametrize("value", [1, None, "yes"])
+def test_it_is_true_or_false(gpuops, value):
+    with pytest.raises(TypeError, match="progress must be True or False"):
+        gpuops.add(1, 2, progress=value)
+
+
+def test_without_tqdm(gpuops, monkeypatch):
+    """Whoever asks for a bar is told how to come by one, before anything is done."""
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    monkeypatch.delitem(sys.modules, "tqdm.auto", raising=False)
+    out = np.full(3, 7)
+    with pytest.raises(ImportError, match=r"progress=True .* pip install tqdm"):
+        gpuops.add(np.arange(3), 1, out=out, progress=True)
+    assert (out == 7).all()
+    gpuops.add(np.arange(3), 1, out=out, progress=False)
+
+
+def test_with_tqdm(fake, capsys):
+    if importlib.util.find_spec("tqdm") is None:
+        pytest.skip("tqdm is not installed")
+    same(fake.gpuops.add(X, X, progress=True), X + X)
+    assert "add: 100%" in capsys.readouterr().err
+
+
+class Ended(BaseException):
+    pass
+
+
+def end(*_, **__):
+    raise Ended
+
+
+def slowly(fake):
+    """Between some parts, the time passes after which a bar is told how far the call is."""
+    launches = 0
+
+    def visit(name, _):
+        nonlocal launches
+        launches += name == "cudaLaunchKernel"
+        if name == "cudaLaunchKernel" and launches in (5, 10):
+            time.sleep(LOOK_SECONDS)
+
+    return fake.fake.visit(visit)
+
+
+def test_it_grows(fake, bars):
+    with slowly(fake):
+        same(fake.gpuops.add(X, X, progress=True), X + X)
+    (bar,) = bars.made
+    assert len(bar.updates) >= 3
+    assert sum(bar.updates) == 3 * X.nbytes
+    assert all(count > 0 for count in bar.updates)
+
+
+@pytest.mark.parametrize("at", ["begin", "half way", "end", "close"])
+@pytest.mark.parametrize("scheduler", ["now", "lazy"])
+def test_a_bar_fails(fake, bars, at, scheduler):
+    """Its exception is that of the call, which is wound up: nothing is at work on the arrays."""
+    gpuops = fake.gpuops
+    fake.fake.set_scheduler(scheduler)
+    if at == "begin":
+        bars.__init__ = end
+    elif at == "close":
+        bars.on_close = staticmethod(end)
+    else:
+        bars.on_update = staticmethod(end)
+    out = np.zeros_like(X)
+    before = fake.fake.calls("cudaLaunchKernel")
+    with contextlib.ExitStack() as stack:
+        if at == "half way":
+            stack.enter_context(slowly(fake))
+        stack.enter_context(pytest.raises(Ended))
+        gpuops.add(X, X, out=out, progress=True)
+    parts = fake.fake.calls("cudaLaunchKernel") - before
+    assert {"begin": parts == 0, "half way": 5 <= parts < 20}.get(at, parts == 20)
+    assert [bar.closed for bar in bars.made] == [1] * (at != "begin")
+    out[...] = 7
+    fake.fake.run()
+    assert (out == 7).all()
+    same(gpuops.add(X, X), X + X)
+
+
+@pytest.mark.parametrize("bar_fails", [False, True])
+def test_a_call_with_a_bar_fails(fake, bars, bar_fails, monkeypatch):
+    """Then the bar is closed, and the error is that of the call, whatever the bar says to that."""
+    unraisable = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda given: unraisable.append(given.exc_type))
+    if bar_fails:
+        bars.on_close = staticmethod(end)
+    with (
+        fake.fake.fail(3, 999, "once", "cudaLaunchKernel"),
+        pytest.raises(fake.gpuops.DeviceError),
+    ):
+        fake.gpuops.add(X, X, progress=True)
+    (bar,) = bars.made
+    assert bar.closed == 1
+    assert unraisable == [Ended] * bar_fails
+
+
+def test_a_bar_may_call_the_package(fake, bars):
+    """And make another device current, which is not that of the call then."""
+    gpuops = fake.gpuops
+    results = []
+
+    def call(bar, count):
+        results.append(gpuops.add(X, X, device=1))
+        fake.fake.library.cudaSetDevice(1)
+
+    bars.on_update = staticmethod(call)
+    same(gpuops.add(X, X, progress=True), X + X)
+    assert results and all((result == X + X).all() for result in results)
+    assert fake.fake.current_device() == 0
+
+
+def test_threads_with_bars(fake, bars):
+    def call():
+        same(fake.gpuops.add(X, X, device=0, progress=True), X + X)
+
+    run_threads([call] * 4)
+    assert len(bars.made) == 4
+    assert all(bar.closed == 1 for bar in bars.made)
+
+
+def test_nothing_is_kept(fake, bars):
+    before = sys.getrefcount(X)
+    fake.gpuops.add(X, X, progress=True)
+    bars.on_update = staticmethod(end)
+    for _ in range(3):
+        with pytest.raises(Ended):
+            fake.gpuops.add(X, X, progress=True)
+    gc.collect()
+    assert sys.getrefcount(X) == before
+
+
+# Signals. A child process calls, and another thread of it sends the signal.
+
+INTERRUPTED = """
+import os, signal, threading, time
+from pathlib import Path
+import numpy as np
+import gpuops
+from faults.fake import Fake
+
+fake = Fake(Path(gpuops.__path__[0]).parent / "cudart")
+fake.set_memory_limit(1 << 30)
+gpuops.add([1], [2], device="cuda:0")
+
+PARTS = 4000
+x = np.zeros((PARTS, 1 << 12), np.uint8)
+image = np.zeros((PARTS, 1 << 12), np.float64)
+fake.set_part_bytes(1 << 12)
+weights = np.random.default_rng(0).standard_normal((5, 5))
+
+def interrupt():
+    while fake.calls("cudaLaunchKernel") < 20:
+        time.sleep(0.001)
+    sent.append(fake.calls("cudaLaunchKernel"))
+    os.kill(os.getpid(), signal.SIGINT)
+
+for scheduler in ("now", "lazy"):
+    fake.reset()
+    fake.set_memory_limit(1 << 30)
+    fake.set_part_bytes(1 << 12)
+    fake.set_scheduler(scheduler)
+    sent, out = [], np.zeros(SHAPE)
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    try:
+        CALL
+    except KeyboardInterrupt:
+        made = fake.calls("cudaLaunchKernel")
+    else:
+        raise AssertionError("no KeyboardInterrupt")
+    thread.join()
+    # Most of the parts were never begun.
+    assert made < PARTS - 100, (sent, made)
+    out[...] = 7
+    fake.run()
+    assert (out == 7).all()
+    small = np.arange(1 << 14)
+    assert (gpuops.add(small, small, device="cuda:0") == 2 * small).all()
+    assert fake.current_device() == 0
+gpuops.synchronize(0)
+assert gpuops.memory_info(0).used == 0
+assert fake.take_misuse() == ""
+print("done")
+"""
+
+LONG_CALLS = {
+    "add": ("x.shape, x.dtype", "gpuops.add(x, x, out=out, device='cuda:0')"),
+    "correlate": (
+        "image.shape",
+        "gpuops.correlate(image, weights, output=out, device='cuda:0')",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LONG_CALLS)
+def test_keyboard_interrupt(fake_device, name):
+    shape, call = LONG_CALLS[name]
+    source = INTERRUPTED.replace("SHAPE", shape).replace("CALL", call)
+    assert run_child(fake_device.gpuops, source) == "done\n"
