@@ -141,9 +141,14 @@ void *raise_status(State *state, Status status, const char *op, int device)
 }
 
 /* The only place where the GIL is released. */
+PyThreadState *release_gil(void)
+{
+    return PyEval_SaveThread();
+}
+
 Status without_gil_for_now(Status (*work)(void *), void *context, PyThreadState **saved)
 {
-    *saved = PyEval_SaveThread();
+    *saved = release_gil();
     const Status status = work(context);
     PyEval_RestoreThread(*saved);
     return status;

@@ -217,8 +217,10 @@ PyObject *call_operator(PyObject *module, int op, PyObject *const *args, Py_ssiz
  * that on which the library of the first array on the device works, if there is one that tells. */
 Stream *stream_of_call(State *state, PyObject *stream, const Operand *leader, int device);
 Status without_gil(Status (*work)(void *), void *context);
-/* The same for work that may take the GIL again for a while, with what is saved. */
+/* The same for work that may take the GIL for a while, with what is saved, and releases it again.
+ */
 Status without_gil_for_now(Status (*work)(void *), void *context, PyThreadState **saved);
+PyThreadState *release_gil(void);
 void *raise_status(State *state, Status status, const char *op, int device);
 
 /* device.c */

@@ -35,7 +35,7 @@ static bool look(Watch *watch, int64_t done_bytes, int64_t bytes)
     PyEval_RestoreThread(progress->saved);
     const bool goes_on = PyErr_CheckSignals() == 0 && tell(progress, done_bytes, bytes) == 0;
     if (!goes_on) PyErr_Fetch(&progress->type, &progress->value, &progress->traceback);
-    progress->saved = PyEval_SaveThread();
+    progress->saved = release_gil();
     return goes_on;
 }
 
