@@ -179,11 +179,13 @@ bool same_dtype(const Operand *one, const Operand *other);
  * is cast to its own as NumPy's ufuncs cast. */
 int check_output(const char *op, const Operand *out, const View *result, const Operand *like,
                  bool casts);
-PyArrayObject *host_array_new(const View *like, PyArray_Descr *descr); /* C order, not set */
 /* A result of the kind of the operand that decides: takes over the reference to a DeviceArray or
  * numpy.ndarray. */
 PyObject *result_like(const Operand *like, PyObject *result);
 PyObject *tuple_of_sizes(int count, const int64_t *sizes);
+
+/* host.c: a new array in C order, whose elements are not set. */
+PyArrayObject *host_array_new(const View *like, PyArray_Descr *descr);
 
 /* signature.c */
 int read_signature(Signature *signature);

@@ -292,6 +292,13 @@ static Status do_empty_cache(void *context)
     return memory_empty_cache(((MemoryWork *)context)->device);
 }
 
+static Status do_flush_host(void *unused)
+{
+    (void)unused;
+    host_flush();
+    return STATUS_OK;
+}
+
 static Status do_set_limit(void *context)
 {
     MemoryWork *work = context;
@@ -361,6 +368,10 @@ static PyObject *empty_cache(PyObject *module, PyObject *args, PyObject *keyword
     PyObject *device = Py_None;
     MemoryWork work = {.bytes = 0};
     if (!PyArg_ParseTupleAndKeywords(args, keywords, "|O:empty_cache", names, &device)) return NULL;
+    (void)without_gil(do_flush_host, NULL);
+    int count;
+    if (device == Py_None && without_gil(count_devices, &count) == STATUS_DEVICE_ERROR)
+        Py_RETURN_NONE;
     if (read_ordinal(state, device, "empty_cache", &work.device) < 0) return NULL;
     Status status = without_gil(do_empty_cache, &work);
     if (status != STATUS_OK) return raise_status(state, status, "empty_cache", work.device);
@@ -494,9 +505,11 @@ PyMethodDef create_methods[] = {
     {"empty_cache", (PyCFunction)(void (*)(void))empty_cache, METH_VARARGS | METH_KEYWORDS,
      "empty_cache($module, device=None)\n--\n\n"
      "Give back the memory of a GPU that no array uses; waits for the GPU.\n\n"
-     "The page-locked buffers that large copies go through are given back as well.\n\n"
+     "The page-locked buffers that large copies go through are given back as well, and the memory\n"
+     "of the host that is kept for results to come. Without a GPU, that is all there is to give\n"
+     "back.\n\n"
      "Parameters\n----------\n" DEVICE_DOC "\n"
-     "Raises\n------\nDeviceError\n    If there is no such GPU.\n"
+     "Raises\n------\nDeviceError\n    If there is no such GPU, and `device` was given.\n"
      "ValueError\n    If `device` names no GPU.\n"},
     {"memory_limit", (PyCFunction)(void (*)(void))set_memory_limit, METH_VARARGS | METH_KEYWORDS,
      "memory_limit($module, bytes, *, device=None)\n--\n\n"

@@ -262,17 +262,6 @@ int check_output(const char *op, const Operand *out, const View *result, const O
     return overlaps == 0 ? 0 : -1;
 }
 
-PyArrayObject *host_array_new(const View *like, PyArray_Descr *descr)
-{
-    npy_intp shape[GPUOPS_MAX_DIMS];
-    for (int i = 0; i < like->ndim; i++) shape[i] = like->shape[i];
-    Py_INCREF((PyObject *)descr);
-    /* NumPy makes the strings of a new array at least one character wide, which nobody fills. */
-    if (like->item_bytes == 0) return (PyArrayObject *)PyArray_Zeros(like->ndim, shape, descr, 0);
-    return (PyArrayObject *)PyArray_NewFromDescr(&PyArray_Type, descr, like->ndim, shape, NULL,
-                                                 NULL, 0, NULL);
-}
-
 /* Results of another library's kind. */
 
 /* The package that defines a type, if it takes arrays by DLPack: CuPy's arrays have no method that

@@ -343,6 +343,16 @@ void pinned_free(void *block);           /* calls CUDA */
 bool pinned_try_free(void *block);       /* false: nothing was done */
 int64_t pinned_bytes(const void *block); /* what there is room for in a block */
 
+/* Ordinary memory of the host for results of at least HOST_LEAST_BYTES: huge pages where the system
+ * has them, from a pool that keeps what was given back warm, up to a limit. What is in it is
+ * whatever was there before. No call of CUDA and no lock of an interpreter. */
+enum { HOST_LEAST_BYTES = 4 << 20 };
+Status host_memory_limit(int64_t *bytes); /* of what is kept; 0: nothing is */
+void *host_take(int64_t bytes);           /* NULL where there is no memory */
+void host_give(void *data);
+int64_t host_bytes(const void *data); /* what there is room for */
+void host_flush(void);                /* gives back to the system what nobody uses */
+
 /* From now on, at the end of the process, whatever is not released yet is left to the driver. */
 void runtime_shut_down(void);
 

@@ -224,6 +224,8 @@ constexpr int64_t LEAST_STREAMED_BYTES = 4 << 10;
 constexpr int64_t LEAST_POPULATED_BYTES = 4 << 20;
 constexpr int64_t HUGE_PAGE_BYTES = 2 << 20;
 constexpr int64_t POPULATED_AHEAD_BYTES = 32 << 20;
+/* To clear the pages takes somewhat longer than to fill them, and the bus does not wait. */
+constexpr int MOST_FRESH_WORKERS = 2 * MOST_WORKERS;
 
 constexpr int64_t DEFAULT_PINNED_LIMIT = 256 << 20;
 constexpr int64_t DIRECT_BYTES = 64 << 10; /* stretches that go to the driver without staging */
@@ -409,6 +411,7 @@ struct Transfer {
     int64_t opened_slices, taken_slices;
     int64_t slices_left[RING_BUFFERS]; /* of each buffer, that are not copied yet */
     char *populated, *populated_end;   /* what is still to be made ready */
+    bool is_fresh;                     /* and as far as can be told, all of it is */
 };
 
 static int64_t smaller(int64_t one, int64_t other)
@@ -539,9 +542,11 @@ static int64_t bytes_of_chunk(const Transfer &transfer, int64_t chunk)
 }
 
 /* Whoever finds the pool taken works alone, and tries again with the next chunk. */
-static void call_workers(Crew *crew)
+static void call_workers(const Transfer &transfer)
 {
-    if (!crew->helped) crew->helped = parallel_begin(MOST_WORKERS, 1, help, crew);
+    Crew *crew = transfer.crew;
+    const int most = transfer.is_fresh ? MOST_FRESH_WORKERS : MOST_WORKERS;
+    if (!crew->helped) crew->helped = parallel_begin(most, 1, help, crew);
 }
 
 static void dismiss_workers(Crew *crew)
@@ -567,7 +572,7 @@ static void open_chunk(Transfer *transfer)
     transfer->slices_left[buffer_of(*transfer, chunk)] = slices;
     pthread_cond_broadcast(&crew->work);
     pthread_mutex_unlock(&crew->lock);
-    call_workers(crew);
+    call_workers(*transfer);
 }
 
 /* Works, and waits, until all slices of a chunk are copied. */
@@ -629,6 +634,9 @@ static void plan_populating(Transfer *transfer)
     const uintptr_t last = (begin + transfer->bytes) / HUGE_PAGE_BYTES * HUGE_PAGE_BYTES;
     transfer->populated = reinterpret_cast<char *>(first);
     transfer->populated_end = reinterpret_cast<char *>(last);
+    unsigned char is_there = 1;
+    if (first < last) (void)mincore(transfer->populated, 1, &is_there);
+    transfer->is_fresh = (is_there & 1) == 0;
 }
 
 /* Down, the copy engine comes first: it is as many chunks ahead as there are buffers. */
