@@ -5,6 +5,7 @@ import importlib
 import sys
 from pathlib import Path
 
+from . import plot
 from .harness import Run, machine, machine_name, measure_limits
 
 FOLDER = Path(__file__).parent
@@ -22,6 +23,9 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument(
         "--seconds", type=float, default=3.0, help="time for each case (default: 3)"
+    )
+    parser.add_argument(
+        "--plot", type=Path, metavar="FIGURE", help="draw time against size, with `transfer`: .svg"
     )
     options = parser.parse_args(arguments)
     if unknown := set(options.names) - set(names):
@@ -42,6 +46,8 @@ def main(arguments: list[str] | None = None) -> int:
             # A quick run tells nothing of speed, and is kept only where that is asked for.
             if options.output or not options.quick:
                 run.write(output)
+    if options.plot:
+        plot.draw(run.document(), options.plot)
     return 1 if run.failed else 0
 
 

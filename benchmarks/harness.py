@@ -106,7 +106,7 @@ class Case:
     counts every byte read and written once; where `items` is given, rates are items a second.
     Results may differ from the reference by `tolerance`, in parts of its largest value.
     Without a `reference` the contestants do different things, which stand beside each other only
-    to see how long each takes.
+    to see how long each takes. `curve` is the operator and the size of one point of a plot.
     """
 
     name: str
@@ -118,6 +118,7 @@ class Case:
     items: int | None = None
     targets: Sequence["Target"] = ()
     tolerance: float = 0.0
+    curve: tuple[str, int] | None = None
 
 
 @dataclass
@@ -193,6 +194,8 @@ class Run:
                 del samples[name]
         results = {name: _summary(case, samples, name) for name in samples}
         record = {"case": case.name, "moved_bytes": case.moved_bytes, "results": results}
+        if case.curve is not None:
+            record["curve"] = list(case.curve)
         verdicts = [self._verdict(target, samples, results) for target in case.targets]
         record["targets"] = [verdict for verdict in verdicts if verdict is not None]
         self.cases.append(record)
@@ -220,6 +223,8 @@ class Run:
                 arrays = inputs[name][turn % len(inputs[name])]
                 turn += 1
                 call = functools.partial(contestant.call, *arrays)
+                if contestant.before is not None:
+                    contestant.before()
                 peers.settle()
                 samples[name].append(CLOCKS[contestant.clock](call))
         return samples
@@ -269,10 +274,10 @@ class Run:
         text += f", {rate({'rate': asked, 'unit': results[ours]['unit']})} asked for"
         return {"text": text, "value": value, "reached": value >= asked}
 
-    def write(self, path: Path) -> None:
-        """Write everything as JSON, and the printed table beside it."""
+    def document(self) -> dict:
+        """Return all that is known of the run, and what it has measured until now."""
         facts = gpuops.show_config(mode="dicts")
-        document = {
+        return {
             "machine": machine(),
             "gpuops": {name: facts[name] for name in sorted(facts) if name != "environment"},
             "peers": peers.versions(),
@@ -282,8 +287,11 @@ class Run:
             "limits": self.limits,
             "cases": self.cases,
         }
+
+    def write(self, path: Path) -> None:
+        """Write everything as JSON, and the printed table beside it."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(document, indent=1) + "\n")
+        path.write_text(json.dumps(self.document(), indent=1) + "\n")
         path.with_suffix(".txt").write_text("\n".join(self.lines) + "\n")
 
 

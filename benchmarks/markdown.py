@@ -73,6 +73,8 @@ def _ratio(value: float) -> str:
 
 # A case is of the first kind that its name begins with.
 KINDS = (
+    ("whole ", "Whole calls by every way, NumPy arrays in and out", _time),
+    ("curve ", "The same at every size", _time),
     ("gather ", "Whole calls, NumPy arrays in and out", _time),
     ("device scatter_add ", "scatter_add", rate),
     ("device scatter ", "scatter", rate),

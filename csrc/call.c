@@ -490,23 +490,38 @@ static int check_target(const char *op, const Operand *target)
     return overlaps == 0 ? 0 : -1;
 }
 
+static bool is_to_be_cast(const Call *call, const Arguments *arguments, int i)
+{
+    return call->cast_inputs >> i & 1 && call->inputs[i].dtype != call->compute &&
+           arguments->inputs[i].array != NULL;
+}
+
+/* Large arrays are cast where the work is done, by all threads or on the GPU, and not by NumPy. But
+ * what NumPy may warn of is its own to cast. */
+static bool is_cast_at_work(const Call *call, int i)
+{
+    enum { LEAST_ITEMS = 1 << 14 }; /* for which it pays */
+    const View *view = &call->inputs[i];
+    return view->weak == WEAK_NOT && view_items(view) >= LEAST_ITEMS &&
+           dtype_widens(view->dtype, call->compute);
+}
+
 /* A cast may warn, and whoever is warned may do anything to the arrays of the call. */
 static int cast_inputs(Call *call, Arguments *arguments)
 {
     PyArray_Descr *descr = NULL;
+    unsigned cast = 0;
     for (int i = 0; i < arguments->count; i++) {
-        const View *view = &call->inputs[i];
-        Operand *input = &arguments->inputs[i];
-        if (!(call->cast_inputs >> i & 1) || view->dtype == call->compute || input->array == NULL)
-            continue;
+        if (!is_to_be_cast(call, arguments, i) || is_cast_at_work(call, i)) continue;
         if (descr == NULL) descr = descr_of(call->compute);
-        if (descr == NULL || cast_input(input, view, descr) < 0) goto failed;
+        if (descr == NULL || cast_input(&arguments->inputs[i], &call->inputs[i], descr) < 0)
+            goto failed;
+        cast |= 1u << i;
     }
     if (descr == NULL) return 0;
     for (int i = 0; i < arguments->count; i++) {
         Operand *input = &arguments->inputs[i];
-        const bool is_cast = call->cast_inputs >> i & 1 && input->array != NULL;
-        const Dtype dtype = is_cast ? call->compute : call->inputs[i].dtype;
+        const Dtype dtype = cast >> i & 1 ? call->compute : call->inputs[i].dtype;
         if (complete_operand(input) < 0 || check_unchanged(input, &call->inputs[i], dtype) < 0)
             goto failed;
         view_copy(&call->inputs[i], &input->view);
@@ -702,6 +717,20 @@ static PyObject *change_on_host(State *state, Call *call, Arguments *arguments, 
     return raise_call_status(state, status, call, arguments);
 }
 
+/* For NumPy's own work: casts of which it says nothing, so that nobody can change the arrays. */
+static int cast_for_numpy(const Call *call, Arguments *arguments)
+{
+    PyArray_Descr *descr = NULL;
+    int status = 0;
+    for (int i = 0; i < arguments->count && status == 0; i++) {
+        if (!is_to_be_cast(call, arguments, i)) continue;
+        if (descr == NULL) descr = descr_of(call->compute);
+        status = descr == NULL ? -1 : cast_input(&arguments->inputs[i], &call->inputs[i], descr);
+    }
+    Py_XDECREF((PyObject *)descr);
+    return status;
+}
+
 /* On the CPU, the products of matrices are NumPy's work. */
 static int multiply_in_numpy(State *state, Call *call, Arguments *arguments, Work *work,
                              PyArrayObject *out, bool *computed)
@@ -717,6 +746,7 @@ static int multiply_in_numpy(State *state, Call *call, Arguments *arguments, Wor
     }
     if (call->device != DEVICE_CPU) return 0;
     *computed = true;
+    if (cast_for_numpy(call, arguments) < 0) return -1;
     return matmul_on_host(arguments->inputs[0].array, arguments->inputs[1].array, out);
 }
 

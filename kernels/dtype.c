@@ -104,6 +104,11 @@ bool dtype_casts(Dtype from, Dtype to)
     return kind_of(from) <= kind_of(to);
 }
 
+bool dtype_widens(Dtype from, Dtype to)
+{
+    return from != DTYPE_OPAQUE && promote(from, to) == to;
+}
+
 Dtype result_dtype(const View *views, int count)
 {
     Dtype result = DTYPE_OPAQUE;

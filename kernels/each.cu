@@ -118,6 +118,12 @@ void each_loops(const Call *call, EachLoops *loops)
     }
 }
 
+void each_casts(const Call *call, EachLoops *loops)
+{
+    for (int k = 0; k < call->input_count; k++)
+        loops->casts[k] = each_cast(call->inputs[k].dtype, call->compute);
+}
+
 #ifdef __CUDACC__
 
 bool each_has_words(const EachLoops &loops, int64_t item_bytes)

@@ -12,11 +12,18 @@
  *                     repeat one element there, are read and written in words of 16 bytes; all
  *                     others an element at a time.
  *
- * run_each chooses. Operands have the dtype call->compute; run.cu and csrc see to that. */
+ * run_each chooses. On a GPU operands have the dtype call->compute; run.cu sees to that. The CPU's
+ * loops convert those of other dtypes as they read them, as far as they widen. */
 #ifndef GPUOPS_EACH_CUH
 #define GPUOPS_EACH_CUH
 
 #include "arithmetic.cuh"
+
+/* Reads elements of another dtype, at any step and alignment, as they are in that of target. */
+typedef void (*EachCast)(void *target, const char *source, int64_t step, int64_t count);
+/* cast.cu: for dtypes of which dtype_widens(from, to) holds, and that are not the same; else NULL.
+ */
+EachCast each_cast(Dtype from, Dtype to);
 
 /* Loops over all operands at once, the innermost last: neighbours that follow one another in every
  * operand are one loop, and those of one element are none. */
@@ -26,9 +33,12 @@ struct EachLoops {
     int64_t counts[GPUOPS_MAX_DIMS];
     int64_t strides[GPUOPS_MAX_INPUTS + 1][GPUOPS_MAX_DIMS]; /* in bytes; out is the last operand */
     char *data[GPUOPS_MAX_INPUTS + 1];
+    EachCast casts[GPUOPS_MAX_INPUTS]; /* on the CPU; NULL: the operand has the dtype */
 };
 
+/* Sets all but the casts. */
 void each_loops(const Call *call, EachLoops *loops);
+void each_casts(const Call *call, EachLoops *loops);
 /* The plan that all such operators have in common: shape, dtypes, and how run takes the operands.
  */
 Status plan_each(Call *call, Dtype compute);
@@ -42,6 +52,10 @@ Status fail_dtype(const Call *call, const char *expected);
 
 #if defined(__x86_64__) && !defined(__CUDA_ARCH__)
 #define EACH_AVX2 __attribute__((target("avx2,fma")))
+static inline bool each_has_avx2(void)
+{
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+}
 #endif
 
 /* A loop over elements that do not depend on each other, also where out is an input. */
@@ -100,9 +114,10 @@ ALWAYS_INLINE static inline bool each_is_aligned(const char *data)
 }
 
 /* One stretch of the innermost loop. Operands that neither follow one another nor repeat go through
- * buffers. */
+ * buffers, and so do those of another dtype. */
 template <class Function, class T>
-ALWAYS_INLINE static inline void each_inner(char *const *data, const int64_t *steps, int64_t count)
+ALWAYS_INLINE static inline void each_inner(char *const *data, const int64_t *steps,
+                                            const EachCast *casts, int64_t count)
 {
     constexpr int INPUTS = Function::INPUTS;
     alignas(64) T buffers[INPUTS + 1][EACH_BUFFER_ITEMS];
@@ -112,6 +127,7 @@ ALWAYS_INLINE static inline void each_inner(char *const *data, const int64_t *st
     for (int k = 0; k <= INPUTS; k++) {
         const bool follows = steps[k] == (int64_t)sizeof(T) || (k < INPUTS && steps[k] == 0);
         buffered[k] = !follows || !each_is_aligned<T>(data[k]);
+        if (k < INPUTS) buffered[k] |= casts[k] != NULL;
         any |= buffered[k];
         if (k < INPUTS && (steps[k] != 0 || buffered[k])) moves |= 1 << k;
     }
@@ -127,6 +143,10 @@ ALWAYS_INLINE static inline void each_inner(char *const *data, const int64_t *st
             const char *from = data[k] + done * steps[k];
             inputs[k] = buffered[k] ? buffers[k] : reinterpret_cast<const T *>(from);
             if (!buffered[k]) continue;
+            if (casts[k] != NULL) {
+                casts[k](buffers[k], from, steps[k], items);
+                continue;
+            }
             for (int64_t i = 0; i < items; i++)
                 memcpy(&buffers[k][i], from + i * steps[k], sizeof(T));
         }
@@ -161,7 +181,7 @@ ALWAYS_INLINE static inline void each_range(const EachLoops &loops, int64_t begi
         int64_t count = loops.counts[inner] - first;
         if (count > end - begin) count = end - begin;
         for (int k = 0; k < OPERANDS; k++) at[k] = data[k] + first * steps[k];
-        each_inner<Function, T>(at, steps, count);
+        each_inner<Function, T>(at, steps, loops.casts, count);
         begin += count;
         if (begin == end) return;
         first = 0;
@@ -194,8 +214,7 @@ static void each_on_cpu(EachLoops *loops)
 {
     RangeFunction function = each_plain<Function, T>;
 #ifdef EACH_AVX2
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
-        function = each_avx2<Function, T>;
+    if (each_has_avx2()) function = each_avx2<Function, T>;
 #endif
     int64_t items = 1;
     for (int i = 0; i < loops->ndim; i++) items *= loops->counts[i];
@@ -416,6 +435,7 @@ static Status run_each(Call *call)
     Status status = STATUS_OK;
     if (call->out.device == DEVICE_CPU) {
         each_loops(call, &loops);
+        each_casts(call, &loops);
         Function::with_type(call->compute,
                             [&](auto zero) { each_on_cpu<Function, decltype(zero)>(&loops); });
         return status;

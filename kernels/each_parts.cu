@@ -35,7 +35,7 @@ static bool find_box(const Parts *parts, int k, int64_t number, int i, Box *box)
     const int64_t *strides = loops.strides[k];
     if (i > 0) return false;
     char *base = loops.data[k] + cut_offset(each.cut, loops.counts, strides, number);
-    *box = {base, parts->call->out.item_bytes, 0, {}, {}};
+    *box = {base, operand_of(parts->call, k)->item_bytes, 0, {}, {}};
     for (int at = each.cut.at; at < loops.ndim; at++) {
         const int64_t count =
             at == each.cut.at ? cut_rows(each.cut, loops.counts, number) : loops.counts[at];
@@ -67,7 +67,7 @@ static Status run(Parts *parts, int64_t number)
     const int64_t rows = cut_rows(each->cut, each->loops.counts, number);
     for (int k = 0; k <= parts->call->input_count; k++)
         if (parts->bytes[k] > 0) set_shape(each, k, rows);
-    return parts->part.op->run(&parts->part);
+    return run_part(parts);
 }
 
 Status run_each_in_parts(Call *call, bool *done)
@@ -85,12 +85,12 @@ Status run_each_in_parts(Call *call, bool *done)
     each.count = each.cut.stretches * each.cut.positions;
     for (int k = 0; k <= call->input_count; k++) {
         View *view = part_view(&each, k);
-        if (k < call->input_count && view_items(view) == 1) {
+        if (k < call->input_count && view_items(view) == 1 && view->dtype == call->compute) {
             view->ndim = 0; /* it stays on the host */
             continue;
         }
         set_shape(&each, k, each.cut.rows);
-        each.bytes[k] = view_items(view) * item_bytes;
+        each.bytes[k] = view_items(view) * view->item_bytes;
         each.pieces[k] = count_pieces(each, k);
     }
     return run_parts(&each);

@@ -88,6 +88,8 @@ int64_t dtype_bytes(Dtype dtype);       /* 0 for OPAQUE */
 const char *dtype_name(Dtype dtype);    /* as NumPy writes it */
 Dtype promote(Dtype one, Dtype other);  /* numpy.promote_types; OPAQUE where there is none */
 bool dtype_casts(Dtype from, Dtype to); /* numpy.can_cast(from, to, "same_kind") */
+/* numpy.can_cast(from, to): NumPy says nothing when it casts so, but of signalling NaNs. */
+bool dtype_widens(Dtype from, Dtype to);
 
 /* A Python scalar has a kind, but no dtype of its own: it takes that of the arrays beside it, if
  * they are of that kind or a higher one (NEP 50). A bool is not one of these. */
@@ -216,7 +218,8 @@ typedef struct Call {
 
     /* What plan says of run; all false or OPAQUE unless it does. */
     Dtype compute;        /* what it computes in */
-    unsigned cast_inputs; /* bit i: run takes inputs[i] as compute, whatever it was */
+    unsigned cast_inputs; /* bit i: run takes inputs[i] as compute; run_call sees to that where it
+                           * is of another dtype, which on the CPU has to widen to compute */
     unsigned host_inputs; /* bit i: inputs[i] stays on the host if it is there */
     bool in_place;        /* out is an operand too, and of any strides */
     bool elementwise;     /* out may be one of the inputs, and of any strides; it is converted from

@@ -43,11 +43,6 @@ static const ProductParts &product_of(const Parts *parts)
     return *static_cast<const ProductParts *>(parts);
 }
 
-static const View *operand_of(const Call *call, int k)
-{
-    return k < 2 ? &call->inputs[k] : &call->out;
-}
-
 /* Which part of the batch, and which panel of its results. */
 struct Place {
     int64_t matrices, row, column;
@@ -145,7 +140,7 @@ static Status run(Parts *given, int64_t number)
     ProductParts *parts = static_cast<ProductParts *>(given);
     const Place place = place_of(*parts, number);
     for (int k = 0; k <= 2; k++) set_shape(parts, k, place);
-    return parts->part.op->run(&parts->part);
+    return run_part(parts);
 }
 
 static void cut_side(Panels *panels)

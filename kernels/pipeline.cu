@@ -3,7 +3,8 @@
  * While one part is computed, the next one's operands are on their way up, and the result of the
  * one before is on its way down. So a call takes as long as the longer direction of the bus does,
  * or the computation, and no more memory of the device than a few parts take, whatever the size of
- * the arrays. What a part is, the operators say: each_parts.cu, correlate_parts.cu,
+ * the arrays. What is of another dtype than the one that is computed in is sent up as it is, and
+ * converted there. What a part is, the operators say: each_parts.cu, correlate_parts.cu,
  * matmul_parts.cu.
  *
  * Three streams of our own do the work, which is ordered by when one is made to wait for what
@@ -149,8 +150,9 @@ void pipeline_flush(int device)
 
 /* What of an operand is on the device. */
 struct Buffers {
-    int count;     /* as many as it takes, up to BUFFERS */
-    int64_t bytes; /* of each */
+    int count;               /* as many as it takes, up to BUFFERS */
+    int64_t bytes;           /* of each */
+    int64_t converted_bytes; /* of one more, for a part in the dtype that is computed in; or 0 */
     char *data;
     int current; /* the one that was filled last, and with what: */
     int64_t piece;
@@ -167,9 +169,10 @@ struct Pipeline {
     int64_t looked; /* when the caller was asked last */
 };
 
-static const View *operand_of(const Call *call, int k)
+static bool casts_input(const Call *call, int k)
 {
-    return k < call->input_count ? &call->inputs[k] : &call->out;
+    return k < call->input_count && call->cast_inputs >> k & 1 &&
+           call->inputs[k].dtype != call->compute;
 }
 
 void parts_open(Parts *parts, Call *call)
@@ -190,23 +193,35 @@ void parts_open(Parts *parts, Call *call)
     }
 }
 
+static int64_t aligned(int64_t bytes)
+{
+    return (bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+}
+
 static Status allocate_buffers(Pipeline *pipeline)
 {
+    Parts *parts = pipeline->parts;
     int64_t bytes = 0;
     for (int k = 0; k <= pipeline->inputs; k++) {
         Buffers *buffers = &pipeline->operands[k];
-        const int64_t pieces = pipeline->parts->pieces[k];
-        buffers->count = static_cast<int>(pieces < BUFFERS ? pieces : BUFFERS);
-        buffers->bytes = (pipeline->parts->bytes[k] + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+        const View *view = operand_of(parts->call, k);
+        buffers->count = static_cast<int>(parts->pieces[k] < BUFFERS ? parts->pieces[k] : BUFFERS);
+        buffers->bytes = aligned(parts->bytes[k]);
+        if (casts_input(parts->call, k))
+            buffers->converted_bytes =
+                aligned(parts->bytes[k] / view->item_bytes * dtype_bytes(parts->call->compute));
         buffers->piece = -1;
-        bytes += buffers->count * buffers->bytes;
+        bytes += buffers->count * buffers->bytes + buffers->converted_bytes;
     }
-    Status status = memory_allocate(pipeline->parts->call->stream, bytes, &pipeline->memory);
+    Status status = memory_allocate(parts->call->stream, bytes, &pipeline->memory);
     if (status != STATUS_OK) return status;
     char *data = memory_data(pipeline->memory);
     for (int k = 0; k <= pipeline->inputs; k++) {
+        const Buffers &buffers = pipeline->operands[k];
         pipeline->operands[k].data = data;
-        data += pipeline->operands[k].count * pipeline->operands[k].bytes;
+        data += buffers.count * buffers.bytes;
+        parts->converted[k] = buffers.converted_bytes > 0 ? data : NULL;
+        data += buffers.converted_bytes;
     }
     return STATUS_OK;
 }
@@ -339,6 +354,34 @@ static Status look_now_and_then(Pipeline *pipeline, int64_t done)
     return (is_end ? watch->sees_ends : is_time) ? look(pipeline, done) : STATUS_OK;
 }
 
+/* As a packed array of the given one's layout. */
+static Status convert_operand(const Parts *parts, const View *given, char *data, View *view)
+{
+    const Call *part = &parts->part;
+    view->dtype = part->compute;
+    view->dtype_name = dtype_name(part->compute);
+    view->item_bytes = dtype_bytes(part->compute);
+    view->data = data;
+    for (int i = 0; i < view->ndim; i++)
+        view->strides[i] = given->strides[i] / given->item_bytes * view->item_bytes;
+    return convert_on_device(view, given, part->stream);
+}
+
+Status run_part(Parts *parts)
+{
+    Call *part = &parts->part;
+    View given[GPUOPS_MAX_INPUTS];
+    Status status = STATUS_OK;
+    for (int k = 0; k < part->input_count; k++) {
+        view_copy(&given[k], &part->inputs[k]);
+        if (parts->converted[k] != NULL && status == STATUS_OK)
+            status = convert_operand(parts, &given[k], parts->converted[k], &part->inputs[k]);
+    }
+    if (status == STATUS_OK) status = part->op->run(part);
+    for (int k = 0; k < part->input_count; k++) view_copy(&part->inputs[k], &given[k]);
+    return status;
+}
+
 static Status run_all(Pipeline *pipeline)
 {
     const Lanes *lanes = pipeline->lanes;
@@ -401,8 +444,7 @@ bool has_separate_parts(const Call *call)
     if (call->elementwise && out->dtype != call->compute) return false;
     for (int k = 0; k < call->input_count; k++) {
         const View *input = &call->inputs[k];
-        const bool casts = call->cast_inputs >> k & 1 && input->dtype != call->compute;
-        if (input->device != DEVICE_CPU || casts) return false;
+        if (input->device != DEVICE_CPU) return false;
         if (views_overlap(out, input) && !(call->elementwise && views_coincide(out, input)))
             return false;
     }

@@ -40,8 +40,9 @@ struct Parts {
     Call *call;
     Call part; /* the call on one part, whose operands are packed arrays on the device */
     int64_t count;
-    int64_t bytes[MOST_PIPED];  /* of an operand in a part, at most; 0: it stays on the host */
-    int64_t pieces[MOST_PIPED]; /* how many different ones of an operand there are */
+    int64_t bytes[MOST_PIPED];   /* of an operand in a part, at most; 0: it stays on the host */
+    char *converted[MOST_PIPED]; /* where it is in the dtype that is computed in, if not its own */
+    int64_t pieces[MOST_PIPED];  /* how many different ones of an operand there are */
 
     /* The number of an operand's piece in a part: what the part before had is not sent up again. */
     int64_t (*piece_of)(const Parts *, int k, int64_t number);
@@ -54,6 +55,12 @@ struct Parts {
     bool (*shrink)(Parts *);
 };
 
+/* The result is the last operand. */
+static inline const View *operand_of(const Call *call, int k)
+{
+    return k < call->input_count ? &call->inputs[k] : &call->out;
+}
+
 /* Sets call and part, of which the operator sets the shapes. */
 void parts_open(Parts *parts, Call *call);
 /* How large a part is, if the operator can choose: some milliseconds of the bus take no note of
@@ -62,6 +69,9 @@ int64_t part_bytes(void);
 bool is_worth_parts(int64_t bytes);
 /* Whether a call is between arrays on the host that do not overlap, unless that does no harm. */
 bool has_separate_parts(const Call *call);
+/* The operator on one part, whose operands are as they are on the host: those of another dtype than
+ * the one that is computed in are converted first. */
+Status run_part(Parts *parts);
 /* Runs them all. */
 Status run_parts(Parts *parts);
 

@@ -2,6 +2,8 @@
  * that it computes in, and its work is queued in the order of its stream. */
 #include "common.cuh"
 
+#include <stdlib.h>
+
 #ifdef __CUDACC__
 
 Status open_report(const Call *call, int64_t axis_size, IndexReport *report)
@@ -16,6 +18,7 @@ static bool stays_on_host(const Call *call, int i)
 {
     const View *input = &call->inputs[i];
     if (input->device != DEVICE_CPU) return false;
+    if (call->cast_inputs >> i & 1 && input->dtype != call->compute) return false;
     return call->host_inputs >> i & 1 || (call->elementwise && view_items(input) == 1);
 }
 
@@ -30,12 +33,24 @@ static Status new_computed(const Call *call, const View *like, View *view)
     return new_view(&computed, call->stream, view);
 }
 
+/* What is on the host is sent up as it is, which is never more. */
 static Status convert_input(const Call *call, const View *given, View *input)
 {
-    Status status = new_computed(call, given, input);
-    if (status != STATUS_OK) return status;
-    status = convert_on_device(input, given, call->stream);
-    if (status != STATUS_OK) memory_release(input->memory);
+    View sent;
+    view_copy(&sent, given);
+    Memory *copy = NULL;
+    Status status = STATUS_OK;
+    if (given->device == DEVICE_CPU) {
+        status = pack_on_device(given, call->stream, &sent);
+        if (status != STATUS_OK) return status;
+        copy = sent.memory;
+    }
+    status = new_computed(call, &sent, input);
+    if (status == STATUS_OK) {
+        status = convert_on_device(input, &sent, call->stream);
+        if (status != STATUS_OK) memory_release(input->memory);
+    }
+    if (copy != NULL) memory_release(copy);
     return status;
 }
 
@@ -205,11 +220,40 @@ static Status run_on_device(Call *)
 
 #endif
 
+/* Element-wise loops convert what they read; for others there are copies. */
+static Status run_on_cpu(Call *call)
+{
+    void *copies[GPUOPS_MAX_INPUTS] = {};
+    Status status = STATUS_OK;
+    for (int i = 0; i < call->input_count && !call->elementwise && status == STATUS_OK; i++) {
+        View *input = &call->inputs[i];
+        if (!(call->cast_inputs >> i & 1) || input->dtype == call->compute) continue;
+        View cast;
+        view_copy(&cast, input);
+        cast.dtype = call->compute;
+        cast.dtype_name = dtype_name(call->compute);
+        cast.item_bytes = dtype_bytes(call->compute);
+        view_pack(&cast);
+        const int64_t bytes = view_items(&cast) * cast.item_bytes;
+        if (bytes == 0) continue;
+        copies[i] = cast.data = malloc((size_t)bytes);
+        if (cast.data == NULL)
+            status = fail(STATUS_MEMORY_ERROR, "out of host memory for %lld bytes of %s",
+                          (long long)bytes, cast.dtype_name);
+        if (status != STATUS_OK) break;
+        cast_on_cpu(&cast, input);
+        view_copy(input, &cast);
+    }
+    if (status == STATUS_OK) status = call->op->run(call);
+    for (void *copy : copies) free(copy);
+    return status;
+}
+
 Status run_call(Call *call)
 {
     if (call->elementwise && view_items(&call->out) == 0) return STATUS_OK;
     const bool on_host = call->out.device == DEVICE_CPU;
-    if (on_host && call->device == DEVICE_CPU) return call->op->run(call);
+    if (on_host && call->device == DEVICE_CPU) return run_on_cpu(call);
     if (on_host) {
         Status status = check_capture(call);
         if (status != STATUS_OK) return status;

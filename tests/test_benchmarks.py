@@ -1,0 +1,92 @@
+"""The plot of the benchmarks, from a run that never was."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PLOT = Path(__file__).resolve().parent.parent / "benchmarks" / "plot.py"
+
+
+def case(operator, size, **seconds):
+    results = {name.replace("_", " "): {"median_s": value} for name, value in seconds.items()}
+    return {"case": f"curve {operator}", "curve": [operator, size], "results": results}
+
+
+DOCUMENT = {
+    "machine": {"gpus": ["Some GPU"], "processor": "Some processor"},
+    "cases": [
+        {"case": "transfer up", "results": {"NumPy": {"median_s": 1.0}}},
+        case("sigmoid", 4096, gpuops_auto=3e-6, NumPy=9e-6, torch_GPU_and_back_sigmoid=4e-5),
+        case("sigmoid", 256, gpuops_auto=1e-6, NumPy=2e-6, gpuops_cuda=2e-5),
+        case("matmul", 64, gpuops_auto=1e-6, another_way=2e-6),
+        case("matmul", 128, gpuops_auto=2e-6, another_way=9e-6),
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def plot():
+    specification = importlib.util.spec_from_file_location("benchmarks_plot", PLOT)
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    return module
+
+
+def test_curves(plot):
+    assert plot.curves(DOCUMENT) == {
+        "sigmoid": {
+            "gpuops auto": [(256, 1e-6), (4096, 3e-6)],
+            "NumPy": [(256, 2e-6), (4096, 9e-6)],
+            "torch GPU and back": [(4096, 4e-5)],
+            "gpuops cuda": [(256, 2e-5)],
+        },
+        "matmul": {
+            "gpuops auto": [(64, 1e-6), (128, 2e-6)],
+            "another way": [(64, 2e-6), (128, 9e-6)],
+        },
+    }
+
+
+def drawn(document, folder, ending):
+    source, figure = folder / "run.json", folder / f"figure.{ending}"
+    source.write_text(json.dumps(document))
+    child = subprocess.run(
+        [sys.executable, PLOT, source, figure], capture_output=True, text=True, timeout=120
+    )
+    return child, figure
+
+
+def test_figure(tmp_path):
+    pytest.importorskip("matplotlib")
+    child, figure = drawn(DOCUMENT, tmp_path, "svg")
+    assert child.returncode == 0, child.stderr
+    text = figure.read_text()
+    for name in (
+        "Some GPU; Some processor",
+        "sigmoid",
+        "matmul",
+        "another way",
+        "rows and columns",
+    ):
+        assert f">{name}<" in text
+    assert text.count(">NumPy<") == 1 and text.count(">gpuops auto<") == 2
+    assert text.index(">gpuops cuda<") < text.index(">gpuops auto<")  # which is drawn above it
+    child, figure = drawn(DOCUMENT, tmp_path, "png")
+    assert child.returncode == 0, child.stderr
+    assert figure.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_run_without_curves(plot, tmp_path):
+    pytest.importorskip("matplotlib")
+    child, figure = drawn({**DOCUMENT, "cases": DOCUMENT["cases"][:1]}, tmp_path, "svg")
+    assert child.returncode != 0 and "no operator at several sizes" in child.stderr
+    assert not figure.exists()
+
+
+def test_how_it_is_called(tmp_path):
+    child = subprocess.run([sys.executable, PLOT], capture_output=True, text=True, timeout=60)
+    assert child.returncode == 1 and "python -m benchmarks.plot" in child.stderr
