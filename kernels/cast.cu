@@ -122,10 +122,12 @@ static EachCast cast_of()
 }
 
 template <class Function>
-static void with_number(Dtype dtype, const Function &function)
+static void with_number(Dtype dtype, Function function)
 {
-    if (with_complex(dtype, function) || with_float(dtype, function)) return;
+    if (with_float(dtype, function) || with_complex(dtype, function)) return;
     switch (dtype) {
+    case DTYPE_BOOL:
+        return function(Bool());
     case DTYPE_INT8:
         return function(int8_t());
     case DTYPE_INT16:
@@ -142,8 +144,8 @@ static void with_number(Dtype dtype, const Function &function)
         return function(uint32_t());
     case DTYPE_UINT64:
         return function(uint64_t());
-    default:
-        return function(Bool());
+    default: /* opaque */
+        return;
     }
 }
 

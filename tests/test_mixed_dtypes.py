@@ -170,6 +170,17 @@ def test_narrowing_warns_as_numpy_does(gpuops):
         equal(gpuops.add(infinite, np.ones(LEAST)), infinite + np.ones(LEAST))
 
 
+def test_host_memory_is_sent_up_before_a_kernel_reads_it(fake_device):
+    """Both operands, each once, in the dtypes that they have; and the result comes down."""
+    x, y = np.arange(LEAST, dtype=np.int32), np.ones(LEAST)
+    fake = fake_device.fake
+    for operands in ([x, y], [x[::-1], y], [y, x]):
+        fake.reset()
+        result = fake_device.gpuops.add(*operands, device="cuda:0")
+        assert fake.calls("cudaMemcpyAsync") == 3
+        equal(result, operands[0] + operands[1])
+
+
 PIPED = 2 * PART_BYTES // 8 + 12345  # elements of float64
 
 

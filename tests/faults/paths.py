@@ -322,6 +322,40 @@ def large_host_arrays(gpu):
     return Case(lambda: gpu.gpuops.add(x, y, out=out, device="cuda"), [x, y, out], [out])
 
 
+LEAST_CAST_AT_WORK = 1 << 14  # elements, with which NumPy is not asked
+
+
+@path("add")
+def host_arrays_of_two_dtypes(gpu):
+    x, y = np.arange(LEAST_CAST_AT_WORK, dtype="i4"), np.arange(LEAST_CAST_AT_WORK) + 0.5
+    return Case(lambda: gpu.gpuops.add(x, y, device="cuda"), [x, y])
+
+
+@path("add")
+def large_host_arrays_of_two_dtypes(gpu):
+    x = np.arange(LEAST_CAST_AT_WORK + 1, dtype="f4")[:, None]
+    y = np.arange(LEAST_IN_PARTS // x.size // 16 + 1) + 1j
+    out = gpu.fake.page_locked(np.full((x.size, y.size), 77 + 7j))
+    return Case(lambda: gpu.gpuops.add(x, y, out=out, device="cuda"), [x, y, out], [out])
+
+
+@path("scatter_add")
+def values_of_another_dtype(gpu):
+    x = np.zeros(LEAST_CAST_AT_WORK)
+    values = np.arange(LEAST_CAST_AT_WORK, dtype="f4")
+    indices = np.arange(LEAST_CAST_AT_WORK)
+    call = functools.partial(gpu.gpuops.scatter_add, x, indices, values, device="cuda")
+    return Case(lambda: [call(), x.copy()][1], [x, indices, values], [x])
+
+
+@path("scatter_add")
+def host_values_of_another_dtype_beside_the_device(gpu):
+    x = gpu.gpuops.to_device(np.zeros(LEAST_CAST_AT_WORK))
+    values = np.arange(LEAST_CAST_AT_WORK, dtype="f4")
+    indices = np.arange(LEAST_CAST_AT_WORK)
+    return Case(lambda: gpu.gpuops.scatter_add(x, indices, values), [indices, values])
+
+
 @path("matmul")
 def panels(gpu):
     """Of large arrays on the host; a part is small here."""
