@@ -222,6 +222,13 @@ Status refuse_host_in_capture(void);
  */
 Status convert_on_device(const View *target, const View *source, Stream *stream);
 
+#endif
+
+/* cast.cu: the same between host arrays, to a wider dtype. */
+void cast_on_cpu(const View *target, const View *source);
+
+#ifdef __CUDACC__
+
 /* Bad indices. A kernel notes them where the stream it runs on, or a call that waits for its own
  * kernels, has its slot: the first one of the first call, until the host has read it. */
 
