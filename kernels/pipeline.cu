@@ -162,11 +162,11 @@ struct Pipeline {
     Parts *parts;
     int inputs; /* also the number of the result */
     Buffers operands[MOST_PIPED];
-    PinnedUse uses[MOST_PIPED];
     Memory *memory;
     Lanes *lanes;
     Traffic *traffic;
-    int64_t looked; /* when the caller was asked last */
+    bool is_written; /* some of the result, or it may be */
+    int64_t looked;  /* when the caller was asked last */
 };
 
 static bool casts_input(const Call *call, int k)
@@ -226,11 +226,6 @@ static Status allocate_buffers(Pipeline *pipeline)
     return STATUS_OK;
 }
 
-static bool shrink(Parts *parts)
-{
-    return parts->shrink != NULL && parts->shrink(parts);
-}
-
 /* All that takes memory, before anything is written. */
 static Status open_pipeline(Pipeline *pipeline)
 {
@@ -239,8 +234,7 @@ static Status open_pipeline(Pipeline *pipeline)
     if (status != STATUS_OK) return status;
     status = traffic_open(&pipeline->traffic);
     if (status != STATUS_OK) return status;
-    do status = allocate_buffers(pipeline);
-    while (status == STATUS_MEMORY_ERROR && shrink(parts));
+    status = allocate_buffers(pipeline);
     parts->part.stream = pipeline->lanes->compute;
     for (int k = 0; k <= pipeline->inputs; k++) {
         View *view = k < pipeline->inputs ? &parts->part.inputs[k] : &parts->part.out;
@@ -286,10 +280,10 @@ static Status send_up(Pipeline *pipeline, int64_t number)
 }
 
 /* Results that have been written already are what only an error of the device may leave. */
-static Status as_late_failure(const Pipeline *pipeline, Status status, int64_t number)
+static Status as_late_failure(const Pipeline *pipeline, Status status)
 {
-    if (status != STATUS_MEMORY_ERROR || number == 0 || pipeline->parts->call->out_is_fresh)
-        return status;
+    const bool is_seen = pipeline->is_written && !pipeline->parts->call->out_is_fresh;
+    if (status != STATUS_MEMORY_ERROR || !is_seen) return status;
     const Failure failure = *last_failure();
     char text[sizeof failure.text];
     snprintf(text, sizeof text, "%s (%d) with some of the results written: %.512s",
@@ -306,7 +300,7 @@ static Status compute(Pipeline *pipeline, int64_t number)
         View *view = k < last ? &parts->part.inputs[k] : &parts->part.out;
         if (parts->bytes[k] > 0) view->data = buffer_of(pipeline->operands[k]);
     }
-    return as_late_failure(pipeline, parts->run(parts, number), number);
+    return as_late_failure(pipeline, parts->run(parts, number));
 }
 
 static Status begin_down(Pipeline *pipeline, int64_t number)
@@ -315,6 +309,7 @@ static Status begin_down(Pipeline *pipeline, int64_t number)
     const int last = pipeline->inputs;
     Box box;
     (void)parts->find_box(parts, last, number, 0, &box);
+    pipeline->is_written = true;
     return traffic_begin_down(pipeline->traffic, box, buffer_of(pipeline->operands[last]),
                               pipeline->lanes->down->handle);
 }
@@ -451,19 +446,29 @@ bool has_separate_parts(const Call *call)
     return true;
 }
 
+/* Where memory does not suffice, *again tells whether it may for smaller parts. */
+static Status try_parts(Parts *parts, bool *again)
+{
+    Pipeline pipeline = {};
+    pipeline.parts = parts;
+    pipeline.inputs = parts->call->input_count;
+    Status status = open_pipeline(&pipeline);
+    if (status == STATUS_OK) status = run_all(&pipeline);
+    *again = status == STATUS_MEMORY_ERROR && !pipeline.is_written;
+    return close_pipeline(&pipeline, status);
+}
+
 Status run_parts(Parts *parts)
 {
     Call *call = parts->call;
-    Pipeline pipeline = {};
-    pipeline.parts = parts;
-    pipeline.inputs = call->input_count;
+    PinnedUse uses[MOST_PIPED] = {};
+    for (int k = 0; k <= call->input_count; k++) pinned_hold(operand_of(call, k), &uses[k]);
+    Status status;
+    bool again;
+    do status = try_parts(parts, &again);
+    while (again && parts->shrink != NULL && parts->shrink(parts));
     for (int k = 0; k <= call->input_count; k++)
-        pinned_hold(operand_of(call, k), &pipeline.uses[k]);
-    Status status = open_pipeline(&pipeline);
-    if (status == STATUS_OK) status = run_all(&pipeline);
-    status = close_pipeline(&pipeline, status);
-    for (int k = 0; k <= call->input_count; k++)
-        pinned_let_go(&pipeline.uses[k], call->device, status == STATUS_OK);
+        pinned_let_go(&uses[k], call->device, status == STATUS_OK);
     /* All that was queued on the stream before is done as well. */
     if (status == STATUS_OK) status = slot_check(call->stream, call->stream->slot, true);
     memory_settle();

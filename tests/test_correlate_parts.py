@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from conftest import leaving_nothing
 from helpers import filled_array, run_threads, same
+from test_pipeline import constant
 
 PART_BYTES = 4 << 10
 LARGEST_WHOLE = 2 * PART_BYTES
@@ -69,6 +70,25 @@ def test_borders(in_any_order, border, weights):
     check(in_any_order, image, numbers(weights, "f8", 1), mode=border, cval=2.5)
 
 
+@pytest.mark.parametrize("border", BORDERS)
+def test_on_any_gpu(gpu, border):
+    """Also with less memory than the image takes."""
+    gpuops, part, width = gpu.gpuops, constant("PART_BYTES"), 2048
+    if gpu.fake is not None:
+        gpu.fake.set_part_bytes(PART_BYTES)
+        part, width = PART_BYTES, 32
+    image = numbers((12 * part // (4 * width) + 1, width), "f4")
+    weights = numbers((5, 3), "f8", 1)
+    expected = gpuops.correlate(gpuops.to_device(image), weights, mode=border, cval=2).to_host()
+    same(gpuops.correlate(image, weights, mode=border, cval=2), expected)
+    gpuops.empty_cache(0)
+    gpuops.memory_limit(gpuops.memory_info(0).used + 6 * part, device=0)
+    try:
+        same(gpuops.correlate(image, weights, mode=border, cval=2), expected)
+    finally:
+        gpuops.memory_limit(None, device=0)
+
+
 KINDS = {
     "small": ("f4", numbers((5, 5), "f4", 1)),
     "small, in float64": ("i4", numbers((5, 5), "f8", 1)),
@@ -127,6 +147,22 @@ def test_little_memory_makes_parts_smaller(fake, border):
         assert (out == 7).all()
     finally:
         fake.gpuops.memory_limit(None, device=0)
+
+
+def test_little_memory_for_the_first_part(fake):
+    """With room for the parts, but not for the weights beside them."""
+    gpuops = fake.gpuops
+    image, weights = numbers((640, 64), "f4"), numbers((40, 40), "f4", 1)
+    parts, expected = launches(fake, lambda: gpuops.correlate(image, weights))
+    gpuops.empty_cache(0)
+    rows = 640 // (parts // 2)
+    gpuops.memory_limit(gpuops.memory_info(0).used + 2 * (2 * rows + 39) * 256, device=0)
+    try:
+        made, result = launches(fake, lambda: gpuops.correlate(image, weights))
+    finally:
+        gpuops.memory_limit(None, device=0)
+    same(result, expected)
+    assert made > parts
 
 
 @pytest.mark.parametrize("output", [None, "u1", "f4", "f8", "i8"])
@@ -289,10 +325,9 @@ def test_threads_call_at_once(in_any_order):
     gpuops = in_any_order.gpuops
 
     def calls(seed):
-        image = numbers((400 + seed, 64), "i4", seed)
+        image = numbers((48 + seed, 64), "i4", seed)
         expected = gpuops.correlate(image, np.ones((3, 3)), device="cpu")
         stream = gpuops.Stream(device=seed % 2)
-        for _ in range(2):
-            same(gpuops.correlate(image, np.ones((3, 3)), device=seed % 2, stream=stream), expected)
+        same(gpuops.correlate(image, np.ones((3, 3)), device=seed % 2, stream=stream), expected)
 
     run_threads([functools.partial(calls, seed) for seed in range(4)])

@@ -157,8 +157,9 @@ def test_it_grows(fake, bars):
 
 
 @pytest.mark.parametrize("at", ["begin", "half way", "end", "close"])
+@pytest.mark.parametrize("is_pinned", [False, True], ids=["pageable", "page-locked"])
 @pytest.mark.parametrize("scheduler", ["now", "lazy"])
-def test_a_bar_fails(fake, bars, at, scheduler):
+def test_a_bar_fails(fake, bars, at, scheduler, is_pinned):
     """Its exception is that of the call, which is wound up: nothing is at work on the arrays."""
     gpuops = fake.gpuops
     fake.fake.set_scheduler(scheduler)
@@ -168,13 +169,16 @@ def test_a_bar_fails(fake, bars, at, scheduler):
         bars.on_close = staticmethod(end)
     else:
         bars.on_update = staticmethod(end)
-    out = np.zeros_like(X)
+    x, out = X.copy(), np.zeros_like(X)
     before = fake.fake.calls("cudaLaunchKernel")
     with contextlib.ExitStack() as stack:
+        if is_pinned:
+            stack.enter_context(gpuops.pin(x))
+            stack.enter_context(gpuops.pin(out))
         if at == "half way":
             stack.enter_context(slowly(fake))
         stack.enter_context(pytest.raises(Ended))
-        gpuops.add(X, X, out=out, progress=True)
+        gpuops.add(x, x, out=out, progress=True)
     parts = fake.fake.calls("cudaLaunchKernel") - before
     assert {"begin": parts == 0, "half way": 5 <= parts < 20}.get(at, parts == 20)
     assert [bar.closed for bar in bars.made] == [1] * (at != "begin")
