@@ -5,7 +5,7 @@
  * which make that five to ten times as fast, and the memory of those that are gone is kept for
  * those to come, up to a bound.
  *
- *     | head: a page | data, from a multiple of the huge page on ... |
+ *     | head | data, from a multiple of the huge page on ... |
  *
  * What is kept is the kernel's to take where memory is short (MADV_FREE): its pages then come back
  * as zeros, one fault each. Of huge pages to say so takes half a millisecond for a GiB, and they
@@ -18,7 +18,10 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-enum { HEAD_BYTES = 4096, HUGE_PAGE_BYTES = 2 << 20 };
+enum {
+    HEAD_BYTES = 64 << 10, /* whole pages on every system; memory is only what is touched of it */
+    HUGE_PAGE_BYTES = 2 << 20
+};
 
 static const int64_t DEFAULT_LIMIT = (int64_t)1 << 30;
 /* Nobody asks for more, and no sum of sizes overflows. */
@@ -28,8 +31,6 @@ typedef struct Block {
     int64_t bytes; /* of the data, whole huge pages */
     struct Block *next;
 } Block;
-
-_Static_assert(sizeof(Block) <= HEAD_BYTES, "the head of a block is one page");
 
 /* What is kept: what was given last comes first. The lock is held for no call of the kernel. */
 static struct {
