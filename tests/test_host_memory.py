@@ -298,7 +298,7 @@ print("done")
     assert in_child(device, source) == "done\n"
 
 
-def test_fork_beside_threads_that_use_the_pool(device):
+def test_fork_while_others_use_the_pool(device):
     source = """
 import signal, threading, warnings
 warnings.simplefilter("ignore")
