@@ -223,9 +223,11 @@ static Status run_on_device(Call *)
 /* Element-wise loops convert what they read; for others there are copies. */
 static Status run_on_cpu(Call *call)
 {
+    if (call->elementwise) return call->op->run(call);
+    View given[GPUOPS_MAX_INPUTS];
     void *copies[GPUOPS_MAX_INPUTS] = {};
     Status status = STATUS_OK;
-    for (int i = 0; i < call->input_count && !call->elementwise && status == STATUS_OK; i++) {
+    for (int i = 0; i < call->input_count && status == STATUS_OK; i++) {
         View *input = &call->inputs[i];
         if (!(call->cast_inputs >> i & 1) || input->dtype == call->compute) continue;
         View cast;
@@ -242,10 +244,14 @@ static Status run_on_cpu(Call *call)
                           (long long)bytes, cast.dtype_name);
         if (status != STATUS_OK) break;
         cast_on_cpu(&cast, input);
+        view_copy(&given[i], input);
         view_copy(input, &cast);
     }
     if (status == STATUS_OK) status = call->op->run(call);
-    for (void *copy : copies) free(copy);
+    for (int i = 0; i < call->input_count; i++) {
+        if (copies[i] != NULL) view_copy(&call->inputs[i], &given[i]);
+        free(copies[i]);
+    }
     return status;
 }
 

@@ -201,14 +201,15 @@ static void choose_options(Call *call, FuzzedDataProvider *data)
     call->slot = -1;
 }
 
-/* What the layer above sees to before an operator is run: inputs of the dtype that it computes in.
- */
+/* What the layer above sees to before an operator is run: inputs of the dtype that it computes in,
+ * or of one that widens to it. */
 static void cast_inputs(Call *call, Array *inputs, FuzzedDataProvider *data)
 {
     bool any = false;
     for (int i = 0; i < call->input_count; i++) {
         View *view = &inputs[i].view;
         if (!(call->cast_inputs >> i & 1) || view->dtype == call->compute) continue;
+        if (dtype_widens(view->dtype, call->compute) && data->ConsumeBool()) continue;
         set_dtype(view, call->compute, 0);
         view_pack(view);
         inputs[i].allocate(0, (size_t)(view_items(view) * view->item_bytes));
