@@ -1,9 +1,9 @@
 /* Memory of the host for large results, which is kept warm.
  *
- * Fresh memory costs a page fault for each page, and the kernel clears it: a large result takes
- * longer to be faulted in than to be computed, or to cross the bus. So results have huge pages,
- * which make that five to ten times as fast, and the memory of those that are gone is kept for
- * those to come, up to a bound.
+ * Fresh memory costs a page fault for each page, and the kernel clears it, which takes about as
+ * long as a large result takes to cross the bus. So results have huge pages, which make that
+ * several times as fast, and the memory of those that are gone is kept for those to come, up to a
+ * bound.
  *
  *     | head | data, from a multiple of the huge page on ... |
  *
