@@ -178,10 +178,20 @@ bool pinned_is_held(const PinnedUse *use);
 void pinned_let_go(PinnedUse *use, int device, bool is_over);
 /* How many bytes from an address on the driver takes in one copy. */
 int64_t pinned_stretch(const char *host, int64_t bytes);
+/* Whether memory is page-locked from its first byte to its last, so that kernels on the device that
+ * is current can read it; and where they find it. */
+bool pinned_reach(const char *host, int64_t bytes, void **there);
 /* Gives back the page-locked memory of the pool that nobody uses. */
 void pinned_flush(void);
 
-/* pipeline.cu: gives back the streams that no call has now. */
+/* pipeline.cu: streams of our own that one call has at a time. */
+struct Lanes {
+    Stream *up, *compute, *down;
+    Lanes *next;
+};
+Status lanes_take(int device, Lanes **taken);
+void lanes_give(int device, Lanes *given);
+/* Gives back the streams that no call has now. */
 void pipeline_flush(int device);
 
 /* memory.cu: gives back what one stream, or all of a device, keep for arrays to come. */
@@ -195,6 +205,8 @@ void memory_settle(void);
 Status device_allocate(int device, int64_t bytes, cudaStream_t stream, void **memory);
 void device_free(int device, void *memory, cudaStream_t stream);
 Status device_memory_available(int device, int64_t *bytes);
+/* What arrays could still take, without anything being given back for that. */
+Status device_memory_room(int device, int64_t *bytes);
 /* The work that a stream has been given uses this memory, and so it is not freed before. */
 Status memory_note_use(Memory *memory, Stream *stream);
 /* Work on a stream is about to write this memory: it comes after all other work that uses it. */

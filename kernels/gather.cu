@@ -1,7 +1,6 @@
 /* gather, take and take_along_axis: what the caller can get wrong, the shape of the result, and its
  * description as loops (gather.cuh), which gather_cpu.cu and gather_cuda.cu compute. */
 #include "gather.cuh"
-#include "transfer.cuh"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -28,6 +27,13 @@ static int64_t count_of(const View *view, int begin, int end)
     return count;
 }
 
+/* There are several ways for a table on the host, and some of them look at the indices there. */
+static void stay_on_host(Call *call)
+{
+    call->own_transfer = true;
+    call->host_inputs = 3;
+}
+
 static Status plan_shape(Call *call)
 {
     const View *x = &call->inputs[0], *indices = &call->inputs[1];
@@ -44,7 +50,7 @@ static Status plan_shape(Call *call)
                     "number of dimensions must be within [0, %d]: the result would have %d",
                     GPUOPS_MAX_DIMS, ndim);
     View *out = &call->out;
-    call->own_transfer = true; /* tables larger than the device go there in tiles */
+    stay_on_host(call);
     out->dtype = x->dtype;
     out->item_bytes = x->item_bytes;
     out->ndim = 0;
@@ -131,7 +137,7 @@ Status plan_take_along_axis(Call *call)
         return fail(STATUS_INDEX_ERROR, "`indices` must be an integer array; it has dtype %s: %s",
                     indices->dtype_name, advice_for(indices));
     View *out = &call->out;
-    call->own_transfer = true; /* tables larger than the device go there in tiles */
+    stay_on_host(call);
     out->dtype = x->dtype;
     out->item_bytes = x->item_bytes;
     if (call->axis_is_none) {
@@ -190,6 +196,9 @@ void end_loops(Gather *gather)
     /* The axis of a broadcast array has one place in memory, whatever its size. */
     if (gather->axis_ndim == 1 && gather->axis_strides[0] == 0 && gather->axis_size > 0)
         gather->axis_ndim = 0;
+    gather->first_place = 0;
+    gather->end_place = gather->axis_size;
+    gather->is_in_place = false;
 }
 
 static void add_axis(Gather *gather, int64_t count, int64_t stride)
@@ -302,20 +311,26 @@ static char *repeat_fill(const Call *call, int64_t bytes)
 
 #ifdef __CUDACC__
 
-/* The kernels take indices without gaps, and an axis with one stride; other operands are packed. */
+/* The kernels take indices without gaps, and an axis with one stride; other operands are packed, as
+ * are indices from the host. Of a table on the host where nothing is taken, nothing goes up. */
 static Status run_on_device(Call *call, void (*describe)(const Call *, Gather *), Gather *gather,
                             int64_t index_count)
 {
     View x, indices;
     view_copy(&x, &call->inputs[0]);
     view_copy(&indices, &call->inputs[1]);
+    const bool is_taken_from =
+        view_items(&call->out) > 0 && x.item_bytes > 0 && gather->axis_size > 0;
+    if (x.device == DEVICE_CPU && is_taken_from)
+        return gather_host_table(call, *gather, index_count);
     Memory *packed[2] = {};
     Status status = STATUS_OK;
-    if (gather->axis_ndim > 1) {
+    if (gather->axis_ndim > 1 && x.device != DEVICE_CPU) {
         status = pack_on_device(&x, call->stream, &call->inputs[0]);
         if (status == STATUS_OK) packed[0] = call->inputs[0].memory;
     }
-    if (status == STATUS_OK && index_count > 0 && !view_is_packed(&indices)) {
+    const bool is_usable = indices.device != DEVICE_CPU && view_is_packed(&indices);
+    if (status == STATUS_OK && index_count > 0 && !is_usable) {
         status = pack_on_device(&indices, call->stream, &call->inputs[1]);
         if (status == STATUS_OK) packed[1] = call->inputs[1].memory;
     }

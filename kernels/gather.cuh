@@ -14,11 +14,15 @@
  * C-ordered table ends up as one loop over rows, whatever its dtype and number of dimensions.
  *
  * Both backends walk this description: the CPU on the caller's memory as it lies, the GPU on packed
- * copies, tile by tile where they do not fit. */
+ * copies, part by part where they do not fit, or on page-locked memory as it lies. */
 #ifndef GPUOPS_GATHER_CUH
 #define GPUOPS_GATHER_CUH
 
+#include <pthread.h>
+
+#include "gather_way.h"
 #include "index.cuh"
+#include "transfer.cuh"
 
 struct Loop {
     int64_t count;
@@ -39,6 +43,11 @@ struct Gather {
     int axis_ndim;   /* 0: it moves nothing; more than 1: a strided array that counts as flat */
     int64_t axis_counts[GPUOPS_MAX_DIMS];
     int64_t axis_strides[GPUOPS_MAX_DIMS];
+    /* The places of the axis that are taken to the device, where axis_ndim is 1; no index means
+     * another one. All of them unless somebody has looked. */
+    int64_t first_place, end_place;
+    bool is_in_place; /* the device reads x where it lies on the host, and finds it so far off: */
+    int64_t to_device;
     Mode mode;
     const char *fill;
     int64_t fill_bytes; /* no row may be longer; the greatest number where there is no fill */
@@ -72,6 +81,23 @@ Status gather_on_cpu(const Call *call, const Gather &gather, int64_t index_count
 Status gather_on_cuda(const Call *call, const Gather &gather, int64_t index_count);
 Status gather_between_device_arrays(const Call *call, const Gather &gather, int64_t index_count);
 
+/* gather_cpu.cu: copies packed indices, unless they are the copy, and finds the places from the
+ * first that is meant there to behind the last. If there is none, that is the first place. */
+void copy_and_scan(Gather *gather, const char *indices, int64_t count, char *copy);
+
+/* Rows that are made by several threads, a stretch of bytes at a time, of a packed result. The
+ * first bad index of mode 'raise' is noted, and its row is the fill. */
+struct MadeRows {
+    const Gather *gather;
+    bool prefetch; /* the table is too large for the caches */
+    bool stream;   /* the CPU will not read what it writes */
+    pthread_mutex_t lock;
+    const char *bad; /* the first index that is out of bounds, or NULL */
+    char value[8];   /* what it was when it was read */
+};
+void open_rows(MadeRows *rows, const Gather *gather);
+void make_rows(void *rows, int64_t begin, int64_t end, char *place);
+
 #ifdef __CUDACC__
 
 struct DeviceLoop {
@@ -92,10 +118,39 @@ struct DeviceGather {
     int64_t axis_size, axis_stride, axis_begin, axis_end;
     Mode mode;
     Dtype index_dtype;
+    bool leaves_others; /* rows without a place, to another launch */
 };
 
-/* gather_rows.cu */
+/* gather_rows.cu: with x in device memory, or in memory of the host that the device reaches */
 Status launch_gather_rows(DeviceGather gather, int ndim, DeviceLoop *loops, void *stream);
+Status launch_gather_in_place(const DeviceGather &gather, int ndim, DeviceLoop *loops,
+                              void *stream);
+
+/* gather_cuda.cu: what a launch is told that does not depend on where the table is. A row of the
+ * fill may be made for it, for the caller to release. */
+Status open_device_gather(const Call *call, const Gather &gather, int64_t index_count,
+                          DeviceGather *device, Memory **fill_row);
+void set_loops(const Gather &gather, DeviceGather *device, DeviceLoop *loops);
+
+/* The boxes of host memory that a table consists of; how much of it goes up, as it lies where its
+ * rows share memory; and the loops as they are on the device. */
+Box table_box(const Gather &gather);
+Box table_span(const Gather &gather);
+bool rows_overlap(const Gather &gather);
+int64_t axis_places(const Gather &gather);
+int64_t packed_bytes(const Gather &gather);
+int64_t table_bytes(const Gather &gather);
+void describe_on_device(const Gather &gather, int64_t axis_count, bool as_it_lies, Gather *packed);
+
+/* gather_host.cu: from a table on the host to a result on the device. */
+Status gather_host_table(Call *call, const Gather &gather, int64_t index_count);
+/* What is known of a call with such a table, which is held, before its way is chosen; and how far
+ * off the device finds it, if it reaches it. */
+void describe_case(Gather *gather, int64_t index_count, int64_t room_bytes, GatherCase *found);
+/* The way. Where much would go up for few indices of the host, they are looked at first. That takes
+ * a copy, to be freed by the caller, if there is none yet: gather goes by it from then on. */
+Status choose_way(Gather *gather, int64_t index_count, GatherCase *found, GatherPlan *plan,
+                  char **copy);
 
 #endif
 

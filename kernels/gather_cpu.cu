@@ -1,24 +1,16 @@
 /* gather on the CPU: every worker takes stretches of the output, and reads x where it lies. */
 #include "gather.cuh"
-#include "transfer.cuh"
 
-#include <pthread.h>
 #include <string.h>
 
 constexpr int64_t GRAIN_BYTES = 512 << 10; /* what is worth waking a thread for */
 constexpr int64_t PREFETCH_ABOVE_BYTES = 8 << 20;
 constexpr int64_t PREFETCH_DISTANCE = 24; /* rows */
 constexpr size_t PREFETCH_BYTES = 256;    /* the rest of a row follows by itself */
+/* Of a row that is written around the cache: its ends share a line with the rows beside it. */
+constexpr size_t LEAST_STREAMED_ROW = 512;
 
-struct Work {
-    const Gather *gather;
-    bool prefetch; /* the table is too large for the caches */
-    pthread_mutex_t lock;
-    const char *bad; /* the first index that is out of bounds, or NULL */
-    char value[8];   /* what it was when it was read */
-};
-
-static void note_bad(Work *work, const char *index, const void *value)
+static void note_bad(MadeRows *work, const char *index, const void *value)
 {
     pthread_mutex_lock(&work->lock);
     if (work->bad == NULL || index < work->bad) {
@@ -41,8 +33,8 @@ static inline Index read_index(const char *at)
 /* One stretch of an innermost loop that moves the indices, along an axis of one stride. PACKED says
  * that indices and rows follow one another, which lets the compiler see the strides. */
 template <class Index, int WIDTH, bool PACKED>
-static bool copy_rows(Work *work, const Loop &loop, char *out, const char *x, const char *indices,
-                      int64_t count)
+static bool copy_rows(MadeRows *work, const Loop &loop, char *out, const char *x,
+                      const char *indices, int64_t count)
 {
     const Gather &gather = *work->gather;
     const Mode mode = gather.mode;
@@ -54,6 +46,7 @@ static bool copy_rows(Work *work, const Loop &loop, char *out, const char *x, co
     const int64_t index_step = PACKED ? static_cast<int64_t>(sizeof(Index)) : loop.index;
     const int64_t x_step = PACKED ? 0 : loop.x;
     const int64_t ahead = work->prefetch ? PREFETCH_DISTANCE : count;
+    const bool streams = WIDTH == 0 && work->stream && row_bytes >= LEAST_STREAMED_ROW;
     for (int64_t i = 0; i < count; i++) {
         if (i + ahead < count) {
             /* A prefetch cannot fault, so this index may be anything. */
@@ -73,20 +66,23 @@ static bool copy_rows(Work *work, const Loop &loop, char *out, const char *x, co
                 row = x + i * x_step + found * axis_stride;
             } else if (mode != MODE_FILL) {
                 note_bad(work, indices + i * index_step, &index);
-                return false;
+                if (row == NULL) return false;
             }
         } else {
             row = x + i * x_step + static_cast<int64_t>(place) * axis_stride;
         }
-        memcpy(out + i * out_step, row, row_bytes);
+        if (streams)
+            copy_streamed(out + i * out_step, row, gather.row_bytes);
+        else
+            memcpy(out + i * out_step, row, row_bytes);
     }
     return true;
 }
 
 /* Any other stretch. */
 template <class Index>
-static bool copy_any(Work *work, const Loop &loop, char *out, const char *x, const char *indices,
-                     int64_t count)
+static bool copy_any(MadeRows *work, const Loop &loop, char *out, const char *x,
+                     const char *indices, int64_t count)
 {
     const Gather &gather = *work->gather;
     /* Where the loop does not move the indices, one serves the whole stretch. */
@@ -96,7 +92,7 @@ static bool copy_any(Work *work, const Loop &loop, char *out, const char *x, con
         const int64_t place = place_of(index, gather.axis_size, gather.mode);
         if (place < 0 && gather.mode != MODE_FILL) {
             note_bad(work, indices + i * loop.index, &index);
-            return false;
+            if (gather.fill == NULL) return false;
         }
         const char *row = place < 0 ? gather.fill : x + i * loop.x + axis_offset(gather, place);
         copy_items(out + i * loop.out, loop.out, row, place < 0 ? 0 : loop.x, same,
@@ -109,7 +105,7 @@ static bool copy_any(Work *work, const Loop &loop, char *out, const char *x, con
 template <class Index, int WIDTH>
 static void gather_range(void *context, int64_t begin, int64_t end)
 {
-    Work *work = static_cast<Work *>(context);
+    MadeRows *work = static_cast<MadeRows *>(context);
     const Gather &gather = *work->gather;
     const int inner = gather.ndim - 1;
     const Loop loop = gather.loops[inner];
@@ -179,7 +175,7 @@ static RangeFunction gather_range_for(int64_t row_bytes)
 template <class Index>
 static void check_range(void *context, int64_t begin, int64_t end)
 {
-    Work *work = static_cast<Work *>(context);
+    MadeRows *work = static_cast<MadeRows *>(context);
     const Gather &gather = *work->gather;
     for (int64_t i = begin; i < end; i++) {
         const char *place = gather.indices + i * (int64_t)sizeof(Index);
@@ -191,12 +187,118 @@ static void check_range(void *context, int64_t begin, int64_t end)
     }
 }
 
+static bool is_beyond_caches(const Gather &gather)
+{
+    double bytes = (double)gather.axis_size * (double)gather.row_bytes;
+    for (int i = 0; i < gather.ndim; i++)
+        if (gather.loops[i].x != 0) bytes *= (double)gather.loops[i].count;
+    return bytes > PREFETCH_ABOVE_BYTES;
+}
+
+void open_rows(MadeRows *rows, const Gather *gather)
+{
+    *rows = {gather, is_beyond_caches(*gather), true, PTHREAD_MUTEX_INITIALIZER, NULL, ""};
+}
+
+/* A part of one row, at first where it lies in x, and in the fill. */
+static void make_part(MadeRows *whole, int64_t row, int64_t offset, int64_t bytes, char *place)
+{
+    Gather part = *whole->gather;
+    part.x += offset;
+    if (part.fill != NULL) part.fill += offset;
+    part.row_bytes = bytes;
+    /* The loops lead to the row, and a packed result's begin is as far before the place. */
+    part.out = place - row * whole->gather->row_bytes;
+    MadeRows made = {&part, false, false, PTHREAD_MUTEX_INITIALIZER, NULL, ""};
+    with_index_type(part.index_dtype,
+                    [&](auto zero) { gather_range<decltype(zero), 0>(&made, row, row + 1); });
+    if (made.bad != NULL) note_bad(whole, made.bad, made.value);
+    pthread_mutex_destroy(&made.lock);
+}
+
+void make_rows(void *context, int64_t begin, int64_t end, char *place)
+{
+    MadeRows *whole = static_cast<MadeRows *>(context);
+    const int64_t row_bytes = whole->gather->row_bytes;
+    const int64_t head = begin % row_bytes;
+    if (head > 0) {
+        const int64_t rest = row_bytes - head;
+        const int64_t bytes = rest < end - begin ? rest : end - begin;
+        make_part(whole, begin / row_bytes, head, bytes, place);
+        begin += bytes;
+        place += bytes;
+    }
+    const int64_t rows = (end - begin) / row_bytes;
+    if (rows > 0) {
+        Gather stretch = *whole->gather;
+        stretch.out = place - begin;
+        MadeRows made = {&stretch, whole->prefetch, whole->stream, PTHREAD_MUTEX_INITIALIZER, NULL,
+                         ""};
+        with_index_type(stretch.index_dtype, [&](auto zero) {
+            gather_range_for<decltype(zero)>(row_bytes)(&made, begin / row_bytes,
+                                                        begin / row_bytes + rows);
+        });
+        fence_streamed();
+        if (made.bad != NULL) note_bad(whole, made.bad, made.value);
+        pthread_mutex_destroy(&made.lock);
+        begin += rows * row_bytes;
+        place += rows * row_bytes;
+    }
+    if (begin < end) make_part(whole, begin / row_bytes, 0, end - begin, place);
+}
+
+struct Scan {
+    const Gather *gather;
+    const char *indices;
+    char *copy;
+    pthread_mutex_t lock;
+    int64_t first, last;
+};
+
+/* In pieces that are still in the cache when they are looked at. What is copied is what counts:
+ * another thread may write to the indices meanwhile. */
+template <class Index>
+static void scan_range(void *context, int64_t begin, int64_t end)
+{
+    constexpr int64_t PIECE = (16 << 10) / sizeof(Index);
+    Scan *scan = static_cast<Scan *>(context);
+    const Gather &gather = *scan->gather;
+    int64_t first = INT64_MAX, last = -1;
+    for (; begin < end; begin += PIECE) {
+        const int64_t count = end - begin < PIECE ? end - begin : PIECE;
+        const int64_t offset = begin * (int64_t)sizeof(Index);
+        if (scan->copy != scan->indices)
+            memcpy(scan->copy + offset, scan->indices + offset, (size_t)count * sizeof(Index));
+        for (int64_t i = 0; i < count; i++) {
+            const Index index = read_index<Index>(scan->copy + offset + i * sizeof(Index));
+            const int64_t place = place_of(index, gather.axis_size, gather.mode);
+            if (place < 0) continue;
+            if (place < first) first = place;
+            if (place > last) last = place;
+        }
+    }
+    pthread_mutex_lock(&scan->lock);
+    if (first < scan->first) scan->first = first;
+    if (last > scan->last) scan->last = last;
+    pthread_mutex_unlock(&scan->lock);
+}
+
+void copy_and_scan(Gather *gather, const char *indices, int64_t count, char *copy)
+{
+    Scan scan = {gather, indices, copy, PTHREAD_MUTEX_INITIALIZER, INT64_MAX, -1};
+    with_index_type(gather->index_dtype, [&](auto zero) {
+        using Index = decltype(zero);
+        parallel_for(count, GRAIN_BYTES / (int64_t)sizeof(Index), scan_range<Index>, &scan);
+    });
+    pthread_mutex_destroy(&scan.lock);
+    gather->indices = copy;
+    gather->first_place = scan.last < 0 ? 0 : scan.first;
+    gather->end_place = scan.last < 0 ? 1 : scan.last + 1;
+}
+
 Status gather_on_cpu(const Call *call, const Gather &gather, int64_t index_count)
 {
-    double table_bytes = (double)gather.axis_size * (double)gather.row_bytes;
-    for (int i = 0; i < gather.ndim; i++)
-        if (gather.loops[i].x != 0) table_bytes *= (double)gather.loops[i].count;
-    Work work = {&gather, table_bytes > PREFETCH_ABOVE_BYTES, PTHREAD_MUTEX_INITIALIZER, NULL, ""};
+    MadeRows work = {&gather, is_beyond_caches(gather), false, PTHREAD_MUTEX_INITIALIZER, NULL, ""};
 
     with_index_type(gather.index_dtype, [&](auto zero) {
         using Index = decltype(zero);

@@ -1,7 +1,6 @@
 /* gather on a GPU: between arrays in its memory, and between arrays on the host, which go through
  * device memory, in tiles where they do not fit as a whole. The kernel is in gather_rows.cu. */
 #include "gather.cuh"
-#include "transfer.cuh"
 
 #include <stdlib.h>
 #include <string.h>
@@ -45,7 +44,7 @@ static Status launch_check(const char *indices, Dtype dtype, int64_t first, int6
 
 /* Between arrays on the device. */
 
-static void set_loops(const Gather &gather, DeviceGather *device, DeviceLoop *loops)
+void set_loops(const Gather &gather, DeviceGather *device, DeviceLoop *loops)
 {
     device->rows = gather_rows(gather);
     device->row_bytes = gather.row_bytes;
@@ -87,34 +86,41 @@ static Status make_fill_row(const Call *call, int64_t row_bytes, View *row)
     return pack_on_device(&item, call->stream, row);
 }
 
+Status open_device_gather(const Call *call, const Gather &gather, int64_t index_count,
+                          DeviceGather *device, Memory **fill_row)
+{
+    *fill_row = NULL;
+    device->out = gather.out;
+    device->indices = gather.indices;
+    device->index_dtype = gather.index_dtype;
+    Status status = STATUS_OK;
+    if (gather.mode == MODE_RAISE && index_count > 0)
+        status = open_report(call, gather.axis_size, &device->report);
+    const void *fill = gather.mode == MODE_FILL && gather.row_bytes > 0 ? call->fill : NULL;
+    if (status != STATUS_OK || set_pattern(fill, call->out.item_bytes, device)) return status;
+    View row;
+    status = make_fill_row(call, gather.row_bytes, &row);
+    if (status != STATUS_OK) return status;
+    device->fill = static_cast<const char *>(row.data);
+    *fill_row = row.memory;
+    return STATUS_OK;
+}
+
 Status gather_between_device_arrays(const Call *call, const Gather &gather, int64_t index_count)
 {
     DeviceGather device = {};
     DeviceLoop loops[GPUOPS_MAX_DIMS];
+    Memory *fill_row;
     set_loops(gather, &device, loops);
-    device.out = gather.out;
     device.x = gather.x;
-    device.indices = gather.indices;
-    device.index_dtype = gather.index_dtype;
-    const bool checks = gather.mode == MODE_RAISE && index_count > 0;
-    if (checks) {
-        Status status = open_report(call, gather.axis_size, &device.report);
-        if (status != STATUS_OK) return status;
-    }
-    if (device.rows == 0 || device.row_bytes == 0)
-        return checks ? launch_check(gather.indices, gather.index_dtype, 0, index_count,
-                                     device.report, call->stream->handle)
-                      : STATUS_OK;
-
-    Status status = STATUS_OK;
-    View row = {};
-    if (!set_pattern(gather.mode == MODE_FILL ? call->fill : NULL, call->out.item_bytes, &device)) {
-        status = make_fill_row(call, device.row_bytes, &row);
-        device.fill = static_cast<const char *>(row.data);
-    }
+    const bool is_empty = device.rows == 0 || device.row_bytes == 0;
+    if (is_empty && (gather.mode != MODE_RAISE || index_count == 0)) return STATUS_OK;
+    Status status = open_device_gather(call, gather, index_count, &device, &fill_row);
     if (status == STATUS_OK)
-        status = launch_gather_rows(device, gather.ndim, loops, call->stream->handle);
-    if (row.memory != NULL) memory_release(row.memory);
+        status = is_empty ? launch_check(gather.indices, gather.index_dtype, 0, index_count,
+                                         device.report, call->stream->handle)
+                          : launch_gather_rows(device, gather.ndim, loops, call->stream->handle);
+    if (fill_row != NULL) memory_release(fill_row);
     return status;
 }
 
@@ -122,6 +128,7 @@ Status gather_between_device_arrays(const Call *call, const Gather &gather, int6
 
 /* A stretch of device memory from which a tile takes what it needs. */
 struct Arena {
+    Memory *owned;
     char *memory;
     int64_t bytes, used;
     Stream *owner;       /* of the memory's order */
@@ -147,14 +154,23 @@ static char *arena_take(Arena *arena, int64_t bytes)
     return memory;
 }
 
+/* How many places of the axis are taken to the device. */
+int64_t axis_places(const Gather &gather)
+{
+    return gather.axis_ndim > 0 ? gather.end_place - gather.first_place : 1;
+}
+
 /* The boxes of host memory that a tile consists of. */
-static Box table_box(const Gather &gather)
+Box table_box(const Gather &gather)
 {
     Box box = {gather.x, gather.row_bytes, 0, {}, {}};
+    const bool is_single = gather.axis_ndim == 1;
+    if (is_single) box.base += gather.first_place * gather.axis_strides[0];
     for (int i = 0; i <= gather.ndim; i++) {
         if (i == gather.axis_before)
             for (int j = 0; j < gather.axis_ndim; j++)
-                box_append(&box, gather.axis_counts[j], gather.axis_strides[j]);
+                box_append(&box, is_single ? axis_places(gather) : gather.axis_counts[j],
+                           gather.axis_strides[j]);
         if (i < gather.ndim && gather.loops[i].x != 0)
             box_append(&box, gather.loops[i].count, gather.loops[i].x);
     }
@@ -188,12 +204,6 @@ static bool same_table(const Arena &arena, const Box &box, int64_t begin, int64_
            memcmp(table.strides, box.strides, bytes) == 0;
 }
 
-/* How many places the axis has in memory. */
-static int64_t axis_places(const Gather &gather)
-{
-    return gather.axis_ndim > 0 ? gather.axis_size : 1;
-}
-
 /* What a tile takes besides the table. */
 static int64_t bytes_beside_table(const Gather &gather)
 {
@@ -204,13 +214,13 @@ static int64_t bytes_beside_table(const Gather &gather)
     return aligned(indices) + aligned(out) + aligned(fill);
 }
 
-static int64_t packed_bytes(const Gather &gather)
+int64_t packed_bytes(const Gather &gather)
 {
     return box_items(table_box(gather)) * gather.row_bytes;
 }
 
 /* The memory from the first byte of a table to its last. */
-static Box table_span(const Gather &gather)
+Box table_span(const Gather &gather)
 {
     const Box table = table_box(gather);
     Box span = {table.base, table.item_bytes, 0, {}, {}};
@@ -224,20 +234,20 @@ static Box table_span(const Gather &gather)
 
 /* Rows that share memory, as in a sliding window, go up as they lie: packed, each would have a copy
  * of its own, and there may be more of them than any memory holds. */
-static bool rows_overlap(const Gather &gather)
+bool rows_overlap(const Gather &gather)
 {
     return gather.axis_ndim <= 1 && table_span(gather).item_bytes < packed_bytes(gather);
 }
 
-static int64_t table_bytes(const Gather &gather)
+int64_t table_bytes(const Gather &gather)
 {
+    if (gather.is_in_place) return 0;
     return rows_overlap(gather) ? table_span(gather).item_bytes : packed_bytes(gather);
 }
 
 /* The loops as they are on the device, where everything is packed, but for x if it is there as it
  * lies on the host. */
-static void describe_on_device(const Gather &gather, int64_t axis_count, bool as_it_lies,
-                               Gather *packed)
+void describe_on_device(const Gather &gather, int64_t axis_count, bool as_it_lies, Gather *packed)
 {
     int64_t x[GPUOPS_MAX_DIMS], index[GPUOPS_MAX_DIMS];
     int64_t x_stride = gather.row_bytes, index_stride = gather.index_bytes;
@@ -300,8 +310,9 @@ static Status gather_tile(Arena *arena, const Gather &gather)
 {
     const int64_t beside = bytes_beside_table(gather);
     const bool fits = aligned(table_bytes(gather)) + beside <= arena->bytes;
-    const bool as_it_lies = fits && rows_overlap(gather);
-    const Box table = as_it_lies ? table_span(gather) : table_box(gather);
+    const bool as_it_lies = fits && (gather.is_in_place || rows_overlap(gather));
+    const Box packed_table = table_box(gather);
+    const Box table = as_it_lies ? table_span(gather) : packed_table;
     const int64_t whole = box_items(table) * table.item_bytes;
     const int64_t places = axis_places(gather);
     const int64_t place_bytes = places > 0 ? packed_bytes(gather) / places : 0;
@@ -319,11 +330,12 @@ static Status gather_tile(Arena *arena, const Gather &gather)
     (void)set_pattern(NULL, 0, &device);
 
     arena->used = 0;
-    char *x = arena_take(arena, fits ? whole : step * place_bytes);
+    char *x = gather.is_in_place ? table.base + gather.to_device
+                                 : arena_take(arena, fits ? whole : step * place_bytes);
     const Box indices = index_box(gather), out = out_box(gather);
     char *device_indices = arena_take(arena, box_items(indices) * gather.index_bytes);
     device.out = arena_take(arena, device.rows * device.row_bytes);
-    device.x = as_it_lies ? x + (gather.x - table.base) : x;
+    device.x = as_it_lies ? x + (packed_table.base - table.base) : x;
     device.indices = device_indices;
 
     Status status = box_upload(indices, 0, box_items(indices), device_indices, arena->stream);
@@ -335,9 +347,10 @@ static Status gather_tile(Arena *arena, const Gather &gather)
 
     for (int64_t begin = 0; status == STATUS_OK; begin += step) {
         int64_t end = begin + step < places ? begin + step : places;
-        device.axis_begin = begin;
-        device.axis_end = gather.axis_ndim > 0 ? end : gather.axis_size;
-        if (!same_table(*arena, table, begin, end)) {
+        device.axis_begin = gather.axis_ndim > 0 ? gather.first_place + begin : 0;
+        device.axis_end = gather.axis_ndim > 0 ? gather.first_place + end : gather.axis_size;
+        device.leaves_others = begin > 0;
+        if (!gather.is_in_place && !same_table(*arena, table, begin, end)) {
             /* Parts of the axis are taken only where it is all that x consists of. */
             status = box_upload(table, fits ? 0 : begin, fits ? box_items(table) : end, x,
                                 arena->stream);
@@ -346,7 +359,9 @@ static Status gather_tile(Arena *arena, const Gather &gather)
             arena->table_end = end;
         }
         if (status == STATUS_OK)
-            status = launch_gather_rows(device, packed.ndim, loops, arena->stream);
+            status = gather.is_in_place
+                         ? launch_gather_in_place(device, packed.ndim, loops, arena->stream)
+                         : launch_gather_rows(device, packed.ndim, loops, arena->stream);
         if (end >= places) break;
     }
     if (status == STATUS_OK && gather.mode == MODE_RAISE) status = check_noted(*arena);
@@ -404,39 +419,56 @@ static Status gather_tiles(Arena *arena, const Gather &gather)
 constexpr int64_t LEAST_ARENA_BYTES = 16 << 10, ASK_ABOVE_BYTES = 64 << 20;
 
 /* As much memory as the call wants, or as much as there is. */
-static Status open_arena(Arena *arena, int device, int64_t wanted)
+static Status open_arena(Arena *arena, int64_t wanted)
 {
     arena->bytes = wanted;
     if (wanted > ASK_ABOVE_BYTES) {
-        int64_t available;
-        Status status = device_memory_available(device, &available);
+        int64_t room;
+        Status status = device_memory_room(arena->owner->device, &room);
         if (status != STATUS_OK) return status;
-        available -= available / 10;
-        if (arena->bytes > available) arena->bytes = available / ALIGNMENT * ALIGNMENT;
+        room -= room / 10;
+        if (arena->bytes > room) arena->bytes = room / ALIGNMENT * ALIGNMENT;
         if (arena->bytes < LEAST_ARENA_BYTES) arena->bytes = LEAST_ARENA_BYTES;
     }
     for (;;) {
-        void *memory;
-        Status status = device_allocate(device, arena->bytes, arena->stream, &memory);
-        if (status == STATUS_OK) arena->memory = static_cast<char *>(memory);
+        Status status = memory_allocate(arena->owner, arena->bytes, &arena->owned);
+        if (status == STATUS_OK) arena->memory = memory_data(arena->owned);
         if (status != STATUS_MEMORY_ERROR || arena->bytes <= LEAST_ARENA_BYTES) return status;
         arena->bytes = aligned(arena->bytes / 2);
         if (arena->bytes < LEAST_ARENA_BYTES) arena->bytes = LEAST_ARENA_BYTES;
     }
 }
 
-static Status gather_on_current_device(const Call *call, const Gather &gather, int64_t index_count)
+/* The parts of the table that go up, if not all of it does; result and indices come first. */
+static Status choose_parts(Gather *gather, int64_t index_count, char **copy)
+{
+    GatherCase found;
+    GatherPlan plan;
+    describe_case(gather, index_count, INT64_MAX, &found);
+    if (found.table_bytes <= GATHER_LEAST_CHOICE_BYTES) return STATUS_OK;
+    Status status = choose_way(gather, index_count, &found, &plan, copy);
+    gather->is_in_place = status == STATUS_OK && plan.way == GATHER_IN_PLACE;
+    return status;
+}
+
+static Status gather_on_current_device(const Call *call, Gather gather, int64_t index_count)
 {
     const int64_t rows = gather.row_bytes > 0 ? gather_rows(gather) : 0;
-    const int64_t whole = rows > 0 ? aligned(table_bytes(gather)) + bytes_beside_table(gather)
-                                   : aligned(index_count * gather.index_bytes);
     if (rows == 0 && (index_count == 0 || gather.mode != MODE_RAISE)) return STATUS_OK;
 
     Arena arena = {};
     arena.owner = call->stream == NULL ? legacy_stream(call->device) : call->stream;
     arena.stream = arena.owner->handle;
-    Status status = open_arena(&arena, call->device, whole);
-    if (status != STATUS_OK) return status;
+    char *copy = NULL;
+    Status status = STATUS_OK;
+    if (rows > 0 && gather.axis_size > 0) status = choose_parts(&gather, index_count, &copy);
+    const int64_t whole = rows > 0 ? aligned(table_bytes(gather)) + bytes_beside_table(gather)
+                                   : aligned(index_count * gather.index_bytes);
+    if (status == STATUS_OK) status = open_arena(&arena, whole);
+    if (status != STATUS_OK) {
+        free(copy);
+        return status;
+    }
     arena.slot = slot_take(call->device);
     if (gather.mode == MODE_RAISE)
         status = report_open(arena.owner, arena.slot, call->op->name, call->axis, gather.axis_size,
@@ -449,7 +481,8 @@ static Status gather_on_current_device(const Call *call, const Gather &gather, i
     const Failure first = status == STATUS_OK ? Failure() : *last_failure();
     Status last = stream_drain(arena.stream);
     slot_give(call->device, arena.slot, status != STATUS_OK);
-    device_free(call->device, arena.memory, arena.stream);
+    memory_release(arena.owned);
+    free(copy);
     if (status == STATUS_OK) return last;
     return fail_cuda(status, first.cuda_code, first.cuda_name, first.text);
 }

@@ -6,9 +6,11 @@
  * the misses overlap. The row that a vector belongs to takes a division by the vectors of a row,
  * which Divider makes a multiplication.
  *
- * GatherRows copies vectors that lie in one row. Where no wide vector divides a row, the other two
+ * GatherRows copies vectors that lie in one row. Where no wide vector divides a row, the next two
  * put vectors together from two rows: GatherPieces from a load for each of four pieces,
- * GatherShifted from the words in which their bytes lie. */
+ * GatherShifted from the words in which their bytes lie.
+ *
+ * GatherInPlace reads rows over the bus, and goes by how they lie there, not by the output. */
 #include "gather.cuh"
 
 #include <string.h>
@@ -239,6 +241,7 @@ struct Rows {
         load_indices<1>(&element, &value);
         const int64_t place = fold(value, gather.mode);
         if (place < 0) {
+            if (gather.leaves_others) return false;
             *source = gather.fill;
             if (notes && gather.mode == MODE_RAISE)
                 note_loaded(gather.report, gather.index_dtype, element, value);
@@ -500,6 +503,129 @@ struct GatherShifted {
     }
 };
 
+/* Rows of page-locked memory of the host. What comes over the bus is asked for in whole lines of
+ * 128 bytes, each by one instruction: a few lanes of a warp share a row, begin with the line that
+ * it begins in, and load aligned words. They write the bytes of these as wide as the output's
+ * alignment allows, which costs nothing beside the bus. Long rows are cut into segments. */
+template <class Loops>
+struct GatherInPlace {
+    static constexpr int MAX_THREADS = THREADS;
+    static constexpr int ROWS = 4; /* in flight for each lane */
+    static constexpr int LINE = 128, WORD = sizeof(uint4);
+    static constexpr int64_t SEGMENT = 4 << 10;
+
+    Rows<Loops> rows;              /* whose units are segments */
+    int64_t segments;              /* of all rows */
+    int64_t segment_bytes;         /* from the begin of a line */
+    uint64_t first_word, end_word; /* between which x has every byte of a word */
+    uint32_t lanes;                /* that share a segment: a power of two */
+    uint32_t unused;               /* no gap, as in Divider */
+
+    HOST_DEVICE void operator()(Thread thread) const
+    {
+        const int64_t teams = THREADS / lanes, team = thread.thread / lanes;
+        const int64_t step = thread.blocks * teams * ROWS;
+        for (int64_t first = (thread.block * teams + team) * ROWS; first < segments; first += step)
+            copy(first, thread.thread % lanes);
+    }
+
+    HOST_DEVICE void copy(int64_t first, uint32_t lane) const
+    {
+        /* Beyond the last segment it is that one again, which nobody stores. */
+        int64_t row[ROWS], segment[ROWS], x[ROWS], element[ROWS], index[ROWS];
+        UNROLL
+        for (int k = 0; k < ROWS; k++) {
+            const int64_t number = first + k < segments ? first + k : segments - 1;
+            row[k] = static_cast<int64_t>(rows.units_wide.divide(number));
+            segment[k] = number - row[k] * static_cast<int64_t>(rows.units_wide.divisor);
+            rows.loops.locate(row[k], &x[k], &element[k]);
+        }
+        rows.template load_indices<ROWS>(element, index);
+        rows.template fold_indices<ROWS>(index);
+
+        uint64_t source[ROWS];
+        bool is_there[ROWS];
+        UNROLL
+        for (int k = 0; k < ROWS; k++) {
+            const char *address;
+            is_there[k] = rows.find_source(index[k], x[k], &address) && first + k < segments;
+            source[k] = reinterpret_cast<uintptr_t>(address);
+            if (!is_there[k] && first + k < segments) make(row[k], segment[k], lane);
+        }
+
+        const int64_t bytes = rows.gather.row_bytes;
+        for (int64_t at = lane * WORD; at < segment_bytes; at += lanes * WORD) {
+            uint4 words[ROWS] = {};
+            UNROLL
+            for (int k = 0; k < ROWS; k++) {
+                const uint64_t word = word_at(source[k], segment[k], at);
+                if (is_there[k] && is_of_row(word, source[k], bytes) && is_whole(word))
+                    words[k] = load<uint4>(reinterpret_cast<const char *>(word));
+            }
+            UNROLL
+            for (int k = 0; k < ROWS; k++) {
+                const uint64_t word = word_at(source[k], segment[k], at);
+                if (!is_there[k] || !is_of_row(word, source[k], bytes)) continue;
+                const int64_t ahead = static_cast<int64_t>(source[k] - word);
+                const int64_t behind = ahead + bytes;
+                store(rows.gather.out + row[k] * bytes - ahead, word, words[k],
+                      ahead > 0 ? static_cast<int>(ahead) : 0,
+                      behind < WORD ? static_cast<int>(behind) : WORD);
+            }
+        }
+    }
+
+    HOST_DEVICE uint64_t word_at(uint64_t source, int64_t segment, int64_t at) const
+    {
+        return source / LINE * LINE + segment * segment_bytes + at;
+    }
+
+    HOST_DEVICE static bool is_of_row(uint64_t word, uint64_t source, int64_t bytes)
+    {
+        return word + WORD > source && word < source + bytes;
+    }
+
+    HOST_DEVICE bool is_whole(uint64_t word) const { return word >= first_word && word < end_word; }
+
+    /* The bytes begin..end of a word to where its first byte would go. */
+    HOST_DEVICE void store(char *out, uint64_t word, const uint4 &loaded, int begin, int end) const
+    {
+        if (!is_whole(word)) {
+            for (int i = begin; i < end; i++)
+                store_once(out + i, load<uint8_t>(reinterpret_cast<const char *>(word + i)));
+            return;
+        }
+        const uint32_t parts[4] = {loaded.x, loaded.y, loaded.z, loaded.w};
+        const int alignment = reinterpret_cast<uintptr_t>(out) & (WORD - 1);
+        const bool is_all = begin == 0 && end == WORD;
+        if (is_all && alignment == 0) {
+            store_once(out, loaded);
+        } else if (is_all && alignment % 4 == 0) {
+            UNROLL
+            for (int i = 0; i < 4; i++) store_once(out + 4 * i, parts[i]);
+        } else {
+            UNROLL
+            for (int i = 0; i < WORD; i++)
+                if (i >= begin && i < end)
+                    store_once(out + i, static_cast<uint8_t>(parts[i / 4] >> 8 * (i % 4)));
+        }
+    }
+
+    /* A segment's share of a row without a place that is there. */
+    HOST_DEVICE void make(int64_t row, int64_t segment, uint32_t lane) const
+    {
+        const char *source = NULL;
+        if (!rows.resolve(row, segment == 0 && lane == 0, &source)) return;
+        const int64_t bytes = rows.gather.row_bytes;
+        const int64_t begin = segment * segment_bytes, left = bytes - begin;
+        const int64_t end = left < segment_bytes ? bytes : begin + segment_bytes;
+        for (int64_t i = begin + lane; i < end; i += lanes)
+            store_once(rows.gather.out + row * bytes + i,
+                       source != NULL ? load<uint8_t>(source + i)
+                                      : static_cast<uint8_t>(rows.gather.pattern[i % WORD]));
+    }
+};
+
 /* A power of two that divides everything a row's address is made of, up to 16. */
 static int64_t alignment_of(const DeviceGather &gather, int ndim, const DeviceLoop *loops)
 {
@@ -572,6 +698,20 @@ static Status launch_pieces(const DeviceGather &gather, int ndim, const DeviceLo
     return launch(body, grid_for(body.pieces, body.ITEMS * THREADS * body.PIECES), stream);
 }
 
+/* From the first byte of x that an index can mean to behind the last. */
+static void find_reach(const DeviceGather &gather, int ndim, const DeviceLoop *loops,
+                       uint64_t *first, uint64_t *end)
+{
+    uint64_t last = *first = reinterpret_cast<uintptr_t>(gather.x);
+    const int64_t axis_reach = (gather.axis_end - gather.axis_begin - 1) * gather.axis_stride;
+    *(axis_reach < 0 ? first : &last) += axis_reach;
+    for (int i = 0; i < ndim; i++) {
+        const int64_t reach = (loops[i].count - 1) * loops[i].x;
+        *(reach < 0 ? first : &last) += reach;
+    }
+    *end = last + gather.row_bytes;
+}
+
 template <class Loops>
 static Status launch_shifted(const DeviceGather &gather, int ndim, const DeviceLoop *loops,
                              void *stream)
@@ -579,16 +719,10 @@ static Status launch_shifted(const DeviceGather &gather, int ndim, const DeviceL
     GatherShifted<Loops> body = {};
     set_rows(&body.rows, gather, ndim, loops, gather.row_bytes);
     body.bytes = gather.rows * gather.row_bytes;
-    /* From the first byte of x that an index can mean to the last. */
-    uint64_t first = reinterpret_cast<uintptr_t>(gather.x), last = first;
-    const int64_t axis_reach = (body.rows.extent - 1) * gather.axis_stride;
-    *(axis_reach < 0 ? &first : &last) += axis_reach;
-    for (int i = 0; i < ndim; i++) {
-        const int64_t reach = (loops[i].count - 1) * loops[i].x;
-        *(reach < 0 ? &first : &last) += reach;
-    }
+    uint64_t first, end;
+    find_reach(gather, ndim, loops, &first, &end);
     body.first_word = (first + 3) & ~3ull;
-    body.end_word = (last + gather.row_bytes) & ~3ull;
+    body.end_word = end & ~3ull;
     return launch(body, grid_for(body.bytes, body.ITEMS * THREADS * body.BYTES), stream);
 }
 
@@ -626,6 +760,50 @@ static Status launch_gather(const DeviceGather &gather, int ndim, const DeviceLo
     }
 }
 
+template <class Loops>
+static Status launch_in_place(const DeviceGather &gather, int ndim, const DeviceLoop *loops,
+                              void *stream)
+{
+    /* One wave: enough rows in flight for any bus. */
+    constexpr int64_t MOST_BLOCKS = 1024;
+    GatherInPlace<Loops> body = {};
+    const int64_t bytes = gather.row_bytes;
+    /* A row begins anywhere in its first line. */
+    const int64_t reach = bytes + body.LINE - 1;
+    const bool is_cut = bytes > body.SEGMENT;
+    const int64_t segments = is_cut ? (reach + body.SEGMENT - 1) / body.SEGMENT : 1;
+    set_rows(&body.rows, gather, ndim, loops, segments);
+    body.segments = gather.rows * segments;
+    body.segment_bytes = is_cut ? body.SEGMENT : reach;
+    body.lanes = bytes <= body.LINE ? 8 : bytes <= 2 * body.LINE ? 16 : 32;
+    uint64_t first, end;
+    find_reach(gather, ndim, loops, &first, &end);
+    body.first_word = (first + body.WORD - 1) / body.WORD * body.WORD;
+    body.end_word = end / body.WORD * body.WORD;
+    const Grid grid = grid_for(body.segments, THREADS / body.lanes * body.ROWS);
+    return launch(body,
+                  Grid{grid.blocks < MOST_BLOCKS ? grid.blocks : (unsigned)MOST_BLOCKS, THREADS},
+                  stream);
+}
+
+static bool is_one_loop(const DeviceGather &gather, int ndim, const DeviceLoop *loops)
+{
+    int64_t index_bytes = 8;
+    with_index_type(gather.index_dtype, [&](auto zero) { index_bytes = sizeof zero; });
+    return ndim == 1 && loops[0].x == 0 && loops[0].index == index_bytes &&
+           gather.row_bytes <= LONG_ROW_UNITS;
+}
+
+Status launch_gather_in_place(const DeviceGather &gather, int ndim, DeviceLoop *loops, void *stream)
+{
+    /* A row that is one word is one request whoever makes it. */
+    if (gather.row_bytes <= (int64_t)sizeof(uint4))
+        return launch_gather_rows(gather, ndim, loops, stream);
+    return is_one_loop(gather, ndim, loops)
+               ? launch_in_place<OneLoop>(gather, ndim, loops, stream)
+               : launch_in_place<ManyLoops>(gather, ndim, loops, stream);
+}
+
 Status launch_gather_rows(DeviceGather gather, int ndim, DeviceLoop *loops, void *stream)
 {
     if (gather.rows == 0 || gather.row_bytes == 0) return STATUS_OK;
@@ -636,12 +814,8 @@ Status launch_gather_rows(DeviceGather gather, int ndim, DeviceLoop *loops, void
         gather.axis_end = gather.axis_begin;
         for (int i = 0; i < ndim; i++) loops[i].x = 0;
     }
-    int64_t index_bytes = 8;
-    with_index_type(gather.index_dtype, [&](auto zero) { index_bytes = sizeof zero; });
-    const bool one_loop = ndim == 1 && loops[0].x == 0 && loops[0].index == index_bytes &&
-                          gather.row_bytes <= LONG_ROW_UNITS;
-    return one_loop ? launch_gather<OneLoop>(gather, ndim, loops, stream)
-                    : launch_gather<ManyLoops>(gather, ndim, loops, stream);
+    return is_one_loop(gather, ndim, loops) ? launch_gather<OneLoop>(gather, ndim, loops, stream)
+                                            : launch_gather<ManyLoops>(gather, ndim, loops, stream);
 }
 
 #endif

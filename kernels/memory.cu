@@ -164,6 +164,25 @@ Status device_memory_available(int device, int64_t *bytes)
     return STATUS_OK;
 }
 
+Status device_memory_room(int device, int64_t *bytes)
+{
+    size_t available, total;
+    uint64_t reserved = 0, used = 0;
+    const cudaMemPool_t pool = pool_of(device);
+    CUDA_TRY(cudaMemGetInfo(&available, &total));
+    if (pool != NULL) {
+        CUDA_TRY(cudaMemPoolGetAttribute(pool, cudaMemPoolAttrReservedMemCurrent, &reserved));
+        CUDA_TRY(cudaMemPoolGetAttribute(pool, cudaMemPoolAttrUsedMemCurrent, &used));
+    }
+    *bytes = (int64_t)(available + reserved - used);
+    pthread_mutex_lock(&lock);
+    const int64_t limit = devices[device].limit;
+    const int64_t left = limit - 1 - devices[device].used;
+    pthread_mutex_unlock(&lock);
+    if (limit > 0 && left < *bytes) *bytes = left > 0 ? left : 0;
+    return STATUS_OK;
+}
+
 /* The store. */
 
 static int size_class(int64_t bytes)

@@ -274,27 +274,15 @@ struct Prepared {
     View there;    /* that copy; only set where there is one */
 };
 
-static bool is_page_locked(const char *address, void **there)
-{
-    cudaPointerAttributes attributes;
-    const cudaError_t code = cudaPointerGetAttributes(&attributes, address);
-    cuda_ignore(code);
-    if (code != cudaSuccess) return false;
-    *there = attributes.devicePointer;
-    return attributes.type == cudaMemoryTypeHost && attributes.devicePointer != NULL;
-}
-
 /* Packed and aligned memory that is page-locked from its first byte to its last. */
 static bool works_in_place(const View *view, void **there)
 {
     const int64_t bytes = view_items(view) * view->item_bytes;
     const uint64_t widest = (uint64_t)view->item_bytes | 16;
     const char *first = static_cast<const char *>(view->data);
-    void *last;
     return bytes > 0 && view_is_packed(view) &&
            reinterpret_cast<uintptr_t>(first) % (widest & -widest) == 0 &&
-           is_page_locked(first, there) && is_page_locked(first + bytes - 1, &last) &&
-           pinned_stretch(first, bytes) == bytes;
+           pinned_reach(first, bytes, there);
 }
 
 /* The same array given twice is the same array to the kernel. */

@@ -407,6 +407,24 @@ int64_t pinned_stretch(const char *host, int64_t bytes)
     return end - host;
 }
 
+static bool is_page_locked(const char *address, char **there)
+{
+    cudaPointerAttributes attributes;
+    const cudaError_t code = cudaPointerGetAttributes(&attributes, address);
+    cuda_ignore(code);
+    if (code != cudaSuccess) return false;
+    *there = static_cast<char *>(attributes.devicePointer);
+    return attributes.type == cudaMemoryTypeHost && *there != NULL;
+}
+
+bool pinned_reach(const char *host, int64_t bytes, void **there)
+{
+    char *first, *last;
+    if (!is_page_locked(host, &first) || !is_page_locked(host + bytes - 1, &last)) return false;
+    *there = first;
+    return last - first == bytes - 1 && pinned_stretch(host, bytes) == bytes;
+}
+
 /* The pool.
  *
  * To lock memory takes long, and whole pages. So it is locked in chunks, which are cut into blocks

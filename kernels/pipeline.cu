@@ -81,12 +81,6 @@ bool is_worth_parts(int64_t bytes)
     return bytes > BUFFERS * part_bytes();
 }
 
-/* Streams that one call has at a time. */
-struct Lanes {
-    Stream *up, *compute, *down;
-    Lanes *next;
-};
-
 static struct {
     pthread_mutex_t lock;
     Lanes *idle[MAX_DEVICES];
@@ -118,7 +112,7 @@ static Status lanes_create(int device, Lanes **created)
     return status;
 }
 
-static Status lanes_take(int device, Lanes **taken)
+Status lanes_take(int device, Lanes **taken)
 {
     pthread_mutex_lock(&lanes.lock);
     *taken = lanes.idle[device];
@@ -127,7 +121,7 @@ static Status lanes_take(int device, Lanes **taken)
     return *taken != NULL ? STATUS_OK : lanes_create(device, taken);
 }
 
-static void lanes_give(int device, Lanes *given)
+void lanes_give(int device, Lanes *given)
 {
     pthread_mutex_lock(&lanes.lock);
     given->next = lanes.idle[device];

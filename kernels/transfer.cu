@@ -142,6 +142,44 @@ void box_pack(const Box &box, char *packed)
     box_copy_parallel<true>(merged, 0, box_items(merged), packed);
 }
 
+#if defined __SSE2__ && !defined __SANITIZE_THREAD__ /* which sees no such stores */
+
+void copy_streamed(char *target, const char *source, int64_t bytes)
+{
+    constexpr int64_t WORD = sizeof(__m128i), STEP = 4 * WORD;
+    const int64_t head = -(intptr_t)target & (WORD - 1);
+    if (bytes < head + STEP) {
+        memcpy(target, source, (size_t)bytes);
+        return;
+    }
+    memcpy(target, source, (size_t)head);
+    int64_t at = head;
+    for (; at + STEP <= bytes; at += STEP) {
+        __m128i words[4];
+        for (int i = 0; i < 4; i++)
+            words[i] = _mm_loadu_si128(reinterpret_cast<const __m128i *>(source + at + i * WORD));
+        for (int i = 0; i < 4; i++)
+            _mm_stream_si128(reinterpret_cast<__m128i *>(target + at + i * WORD), words[i]);
+    }
+    memcpy(target + at, source + at, (size_t)(bytes - at));
+}
+
+void fence_streamed(void)
+{
+    _mm_sfence();
+}
+
+#else
+
+void copy_streamed(char *target, const char *source, int64_t bytes)
+{
+    memcpy(target, source, (size_t)bytes);
+}
+
+void fence_streamed(void) {}
+
+#endif
+
 #ifdef __CUDACC__
 
 Status copy_within_device(void *target, const void *source, int64_t bytes, void *stream)
@@ -210,7 +248,8 @@ constexpr int64_t BUFFER_BYTES = 4 << 20; /* long enough for the bus to take no 
 constexpr int64_t RING_BYTES = RING_BUFFERS * BUFFER_BYTES;
 /* What a worker takes at a time: long against the taking, short against the wait for the last. */
 constexpr int64_t SLICE_BYTES = 256 << 10;
-constexpr int MOST_WORKERS = 8;                 /* with the caller more than enough for the bus */
+constexpr int MOST_COPIERS = 8;                 /* with the caller more than enough for the bus */
+constexpr int MOST_MAKERS = 15;                 /* of bytes from all over the memory */
 constexpr int64_t PATIENCE_MICROSECONDS = 1000; /* of the caller, who keeps the workers waiting */
 /* Below this, the driver's own way is faster than waking the workers. */
 constexpr int64_t LEAST_RING_BYTES = 2 << 20;
@@ -225,7 +264,7 @@ constexpr int64_t LEAST_POPULATED_BYTES = 4 << 20;
 constexpr int64_t HUGE_PAGE_BYTES = 2 << 20;
 constexpr int64_t POPULATED_AHEAD_BYTES = 32 << 20;
 /* To clear the pages takes somewhat longer than to fill them, and the bus does not wait. */
-constexpr int MOST_FRESH_WORKERS = 2 * MOST_WORKERS;
+constexpr int MOST_FRESH_WORKERS = 2 * MOST_COPIERS;
 
 constexpr int64_t DEFAULT_PINNED_LIMIT = 256 << 20;
 constexpr int64_t DIRECT_BYTES = 64 << 10; /* stretches that go to the driver without staging */
@@ -391,6 +430,7 @@ struct Crew {
     Transfer *transfer = NULL;                      /* the copy that is made, if there is one */
     bool over = false;                              /* the workers are to leave */
 
+    int most_workers = MOST_COPIERS;
     bool helped = false; /* the caller's alone: the workers have been called */
 };
 
@@ -399,6 +439,8 @@ struct Transfer {
     Crew *crew;
     Box box;
     int64_t begin, bytes; /* of the packed box */
+    MakeBytes make;       /* what takes the place of a box, or NULL */
+    void *context;
     char *device;
     cudaStream_t stream;
     int ordinal; /* of the device */
@@ -429,30 +471,14 @@ static char *place_in_ring(const Transfer &transfer, int64_t chunk)
     return transfer.ring->buffers + buffer_of(transfer, chunk) * BUFFER_BYTES;
 }
 
-/* The stores are over, for whoever hears of it, when this returns. */
 static void copy_bytes(char *target, const char *source, int64_t bytes)
 {
-#if defined __SSE2__ && !defined __SANITIZE_THREAD__ /* which sees no such stores */
-    if (bytes >= LEAST_STREAMED_BYTES) {
-        constexpr int64_t WORD = sizeof(__m128i), STEP = 4 * WORD;
-        const int64_t head = -(intptr_t)target & (WORD - 1);
-        memcpy(target, source, (size_t)head);
-        int64_t at = head;
-        for (; at + STEP <= bytes; at += STEP) {
-            __m128i words[4];
-            for (int i = 0; i < 4; i++)
-                words[i] =
-                    _mm_loadu_si128(reinterpret_cast<const __m128i *>(source + at + i * WORD));
-            for (int i = 0; i < 4; i++)
-                _mm_stream_si128(reinterpret_cast<__m128i *>(target + at + i * WORD), words[i]);
-        }
-        _mm_sfence();
-        target += at;
-        source += at;
-        bytes -= at;
+    if (bytes < LEAST_STREAMED_BYTES) {
+        memcpy(target, source, (size_t)bytes);
+    } else {
+        copy_streamed(target, source, bytes);
+        fence_streamed();
     }
-#endif
-    memcpy(target, source, (size_t)bytes);
 }
 
 /* The bytes begin..end of the packed box, which may begin and end within an item. */
@@ -484,6 +510,15 @@ static void copy_slice(const Transfer &transfer, int64_t slice)
     const int64_t chunk = begin / transfer.chunk_bytes;
     char *packed = place_in_ring(transfer, chunk) + begin % transfer.chunk_bytes;
     box_copy_bytes<UP>(transfer.box, transfer.begin + begin, transfer.begin + end, packed);
+}
+
+static void make_slice(const Transfer &transfer, int64_t slice)
+{
+    const int64_t begin = slice * SLICE_BYTES;
+    const int64_t end = smaller(begin + SLICE_BYTES, transfer.bytes);
+    const int64_t chunk = begin / transfer.chunk_bytes;
+    transfer.make(transfer.context, begin, end,
+                  place_in_ring(transfer, chunk) + begin % transfer.chunk_bytes);
 }
 
 /* With the lock, which is dropped meanwhile; so is it in populate. */
@@ -545,7 +580,7 @@ static int64_t bytes_of_chunk(const Transfer &transfer, int64_t chunk)
 static void call_workers(const Transfer &transfer)
 {
     Crew *crew = transfer.crew;
-    const int most = transfer.is_fresh ? MOST_FRESH_WORKERS : MOST_WORKERS;
+    const int most = transfer.is_fresh ? MOST_FRESH_WORKERS : crew->most_workers;
     if (!crew->helped) crew->helped = parallel_begin(most, 1, help, crew);
 }
 
@@ -644,7 +679,7 @@ template <bool UP>
 static Status begin_transfer(Transfer *transfer)
 {
     const int64_t bytes = transfer->bytes;
-    transfer->copy_slice = copy_slice<UP>;
+    transfer->copy_slice = transfer->make != NULL ? make_slice : copy_slice<UP>;
     const int64_t slices = (bytes + LEAST_CHUNKS * SLICE_BYTES - 1) / (LEAST_CHUNKS * SLICE_BYTES);
     transfer->chunk_bytes = smaller(slices * SLICE_BYTES, BUFFER_BYTES);
     transfer->chunks = (bytes + transfer->chunk_bytes - 1) / transfer->chunk_bytes;
@@ -708,20 +743,15 @@ static bool is_captured(cudaStream_t stream)
     return code != cudaSuccess || capture != cudaStreamCaptureStatusNone;
 }
 
-/* Of the packed box, the bytes that follow begin. The ring is NULL, and all else as it was, where
- * the copy is not worth one, or there is none. */
-template <bool UP>
-static Status open_transfer(Transfer *transfer, Crew *crew, const Box &box, int64_t begin,
-                            int64_t bytes, char *device, cudaStream_t stream)
+/* The ring is NULL, and all else as it was, where the copy is not worth one, or there is none. */
+static Status lend_ring(Transfer *transfer, Crew *crew, int64_t bytes, char *device,
+                        cudaStream_t stream)
 {
     transfer->ring = NULL;
     if (bytes < LEAST_RING_BYTES) return STATUS_OK;
     int64_t limit;
     Status status = pinned_limit(&limit);
     if (status != STATUS_OK || limit < RING_BYTES || is_captured(stream)) return status;
-    const bool is_direct = box.ndim == 0 || box.item_bytes >= DIRECT_BYTES;
-    if (is_direct && host_memory_is_pinned(box_place(box, begin / box.item_bytes)))
-        return STATUS_OK;
     int current;
     const cudaError_t code = cudaGetDevice(&current);
     cuda_ignore(code);
@@ -731,14 +761,42 @@ static Status open_transfer(Transfer *transfer, Crew *crew, const Box &box, int6
     if (ring == NULL) return STATUS_OK;
     *transfer = {};
     transfer->crew = crew;
-    transfer->box = box;
-    transfer->begin = begin;
     transfer->bytes = bytes;
     transfer->device = device;
     transfer->stream = stream;
     transfer->ordinal = current;
     transfer->ring = ring;
     return STATUS_OK;
+}
+
+/* Of the packed box, the bytes that follow begin. */
+static Status open_transfer(Transfer *transfer, Crew *crew, const Box &box, int64_t begin,
+                            int64_t bytes, char *device, cudaStream_t stream)
+{
+    transfer->ring = NULL;
+    const bool is_direct = box.ndim == 0 || box.item_bytes >= DIRECT_BYTES;
+    if (bytes >= LEAST_RING_BYTES && is_direct &&
+        host_memory_is_pinned(box_place(box, begin / box.item_bytes)))
+        return STATUS_OK;
+    Status status = lend_ring(transfer, crew, bytes, device, stream);
+    if (transfer->ring == NULL) return status;
+    transfer->box = box;
+    transfer->begin = begin;
+    return status;
+}
+
+/* All of a copy by the ring that it was lent. */
+template <bool UP>
+static Status use_ring(Transfer *transfer, bool keeps_workers)
+{
+    Status status = STATUS_OK;
+    in_spite_of_captures([&] {
+        status = begin_transfer<UP>(transfer);
+        if (status == STATUS_OK) status = run_transfer<UP>(transfer);
+        if (!keeps_workers) dismiss_workers(transfer->crew);
+        status = end_transfer(transfer, status);
+    });
+    return status;
 }
 
 /* Sets *done if there was a ring for the copy: otherwise nothing has been done. */
@@ -748,17 +806,10 @@ static Status ring_transfer(const Box &box, int64_t begin, int64_t bytes, char *
 {
     Crew own;
     Transfer transfer;
-    Status status = open_transfer<UP>(&transfer, shared == NULL ? &own : shared, box, begin, bytes,
-                                      device, stream);
+    Status status =
+        open_transfer(&transfer, shared == NULL ? &own : shared, box, begin, bytes, device, stream);
     *done = transfer.ring != NULL;
-    if (!*done) return status;
-    in_spite_of_captures([&] {
-        status = begin_transfer<UP>(&transfer);
-        if (status == STATUS_OK) status = run_transfer<UP>(&transfer);
-        if (shared == NULL) dismiss_workers(&own);
-        status = end_transfer(&transfer, status);
-    });
-    return status;
+    return *done ? use_ring<UP>(&transfer, shared != NULL) : status;
 }
 
 /* The driver's way. */
@@ -836,6 +887,53 @@ Status box_download(const Box &box, void *device, void *stream)
     return box_transfer<false>(box, 0, box_items(box), static_cast<char *>(device), stream);
 }
 
+struct MadePiece {
+    MakeBytes make;
+    void *context;
+    int64_t first;
+    char *staging;
+};
+
+static void make_range(void *context, int64_t begin, int64_t end)
+{
+    const MadePiece &piece = *static_cast<const MadePiece *>(context);
+    piece.make(piece.context, piece.first + begin, piece.first + end, piece.staging + begin);
+}
+
+/* The driver has taken a copy of what is staged when it returns, for that is not page-locked. */
+static Status upload_staged(MakeBytes make, void *context, int64_t bytes, char *device,
+                            void *stream)
+{
+    const int64_t most = smaller(bytes, STAGING_BYTES);
+    char *staging = static_cast<char *>(malloc((size_t)most));
+    if (staging == NULL)
+        return fail(STATUS_MEMORY_ERROR, "out of host memory: %lld bytes for a copy",
+                    (long long)most);
+    Status status = STATUS_OK;
+    for (int64_t done = 0; done < bytes && status == STATUS_OK; done += most) {
+        const int64_t count = smaller(most, bytes - done);
+        MadePiece piece = {make, context, done, staging};
+        parallel_for(count, SLICE_BYTES, make_range, &piece);
+        status = copy_stretch<true>(staging, device + done, count, stream);
+    }
+    free(staging);
+    return status;
+}
+
+Status made_upload(MakeBytes make, void *context, int64_t bytes, void *device, void *stream)
+{
+    Crew crew;
+    crew.most_workers = MOST_MAKERS;
+    Transfer transfer;
+    char *target = static_cast<char *>(device);
+    Status status = lend_ring(&transfer, &crew, bytes, target, static_cast<cudaStream_t>(stream));
+    if (status != STATUS_OK) return status;
+    if (transfer.ring == NULL) return upload_staged(make, context, bytes, target, stream);
+    transfer.make = make;
+    transfer.context = context;
+    return use_ring<true>(&transfer, false);
+}
+
 /* Both ways at once. */
 
 constexpr int MOST_BEGUN = 2;
@@ -873,9 +971,9 @@ Status traffic_begin_down(Traffic *traffic, const Box &box, void *device, void *
     down.device = device;
     down.stream = stream;
     down.is_sent = false;
-    Status status = open_transfer<false>(
-        &down.transfer, &traffic->crew, merged, 0, box_items(box) * box.item_bytes,
-        static_cast<char *>(device), static_cast<cudaStream_t>(stream));
+    Status status =
+        open_transfer(&down.transfer, &traffic->crew, merged, 0, box_items(box) * box.item_bytes,
+                      static_cast<char *>(device), static_cast<cudaStream_t>(stream));
     if (status != STATUS_OK) return status;
     traffic->begun++;
     if (down.transfer.ring != NULL) {

@@ -38,6 +38,15 @@ Status clear_on_device(void *device, int byte, int64_t bytes, void *stream);
 Status box_upload(const Box &box, int64_t begin, int64_t end, void *device, void *stream);
 Status box_download(const Box &box, void *device, void *stream);
 
+/* The same for bytes that are made for it: make(context, begin, end, place) writes the bytes
+ * begin..end of them to a place, and is called from several threads at once. */
+typedef void (*MakeBytes)(void *context, int64_t begin, int64_t end, char *place);
+Status made_upload(MakeBytes make, void *context, int64_t bytes, void *device, void *stream);
+/* Copies around the cache, for what the CPU does not read again; they are over, for whoever hears
+ * of it, after the fence. */
+void copy_streamed(char *target, const char *source, int64_t bytes);
+void fence_streamed(void);
+
 /* Copies of one caller in both directions at once. What comes down is begun, which only queues it,
  * and ended later; in between the caller sends other things up. Two may be begun at a time, and the
  * first of them is ended first. Until all is closed, the workers stay. */

@@ -1,0 +1,91 @@
+/* Which way gather takes from a table in the memory of the host.
+ *
+ * Each way's time is that of what it is bound by: the bytes over the bus, or the rows that the
+ * device, or the threads, can ask for in a second. The device's own work on what is there, and the
+ * way of the indices, are the same for all of them, and short. */
+#include "gather_way.h"
+
+/* Of machines with PCIe 5: on others all ways that use the bus are slower alike. */
+#define BUS_BYTES_PER_SECOND 50e9
+/* A thread that copies into a page-locked buffer, and how many do (transfer.cu). */
+#define COPIED_BYTES_PER_SECOND 8e9
+#define MOST_COPYING 9
+/* A thread that gathers: what a row costs it, and each byte of it. */
+#define SECONDS_PER_ROW 135e-9
+#define GATHERED_BYTES_PER_SECOND 3.5e9
+#define MOST_GATHERING 16
+/* What the device can ask for over the bus, whatever the rows' length. */
+#define ROWS_IN_PLACE_PER_SECOND 115e6
+/* To wait for the device, and fetch indices from it. */
+#define SECONDS_TO_FETCH 20e-6
+/* A scan shall read no more than one byte for so many that go up. */
+#define TABLE_BYTES_PER_INDEX_BYTE 8
+
+enum { BUFFERS = 2 }; /* of windows: one goes up while the other is gathered from */
+
+static double longer(double one, double other)
+{
+    return one > other ? one : other;
+}
+
+static int fewer(int one, int other)
+{
+    return one < other ? one : other;
+}
+
+static double seconds_up(const GatherCase *given)
+{
+    const double seconds = given->range_bytes / BUS_BYTES_PER_SECOND;
+    const int threads = fewer(given->threads, MOST_COPYING);
+    if (given->is_reachable) return seconds; /* page-locked memory takes no thread */
+    return longer(seconds, given->range_bytes / (threads * COPIED_BYTES_PER_SECOND));
+}
+
+static double seconds_of_rows(const GatherCase *given)
+{
+    return (double)given->rows * given->row_bytes / BUS_BYTES_PER_SECOND;
+}
+
+static double seconds_in_place(const GatherCase *given)
+{
+    return longer(seconds_of_rows(given), given->rows / ROWS_IN_PLACE_PER_SECOND);
+}
+
+static double seconds_on_host(const GatherCase *given)
+{
+    const double row = SECONDS_PER_ROW + given->row_bytes / GATHERED_BYTES_PER_SECOND;
+    const double gathering = given->rows * row / fewer(given->threads, MOST_GATHERING);
+    double seconds = longer(seconds_of_rows(given), gathering);
+    if (given->indices_on_device)
+        seconds += SECONDS_TO_FETCH + given->index_bytes / BUS_BYTES_PER_SECOND;
+    return seconds;
+}
+
+GatherPlan gather_way(const GatherCase *given)
+{
+    const bool fits = given->range_bytes <= given->room_bytes;
+    const bool is_range = given->range_bytes < given->table_bytes;
+    GatherPlan best = {!fits      ? GATHER_WINDOWS
+                       : is_range ? GATHER_RANGE
+                                  : GATHER_WHOLE,
+                       given->range_bytes};
+    if (fits && given->table_bytes <= GATHER_LEAST_CHOICE_BYTES) return best;
+
+    double seconds = seconds_up(given);
+    /* Results on the host are made in parts where there is no room for a place either. */
+    bool is_possible =
+        fits || !given->result_on_device || given->place_bytes <= given->room_bytes / BUFFERS;
+    if (given->is_reachable && (!is_possible || seconds_in_place(given) < seconds)) {
+        best = (GatherPlan){GATHER_IN_PLACE, given->rows * given->row_bytes};
+        seconds = seconds_in_place(given);
+        is_possible = true;
+    }
+    if (given->result_on_device && (!is_possible || seconds_on_host(given) < seconds))
+        best = (GatherPlan){GATHER_ON_HOST, given->rows * given->row_bytes};
+    return best;
+}
+
+bool gather_scan_pays(const GatherCase *given)
+{
+    return given->index_bytes <= given->table_bytes / TABLE_BYTES_PER_INDEX_BYTE;
+}
