@@ -357,7 +357,11 @@ static Status gather_described(HostTable *table)
     Status status = STATUS_OK;
     const bool is_small = plan.bytes_up <= GATHER_LEAST_CHOICE_BYTES;
     if (!is_small) status = device_memory_room(call->device, &room);
-    if (!is_small) room -= room / 10; /* some is left to others */
+    /* The indices come first, and some is left to others. */
+    const bool is_there = call->inputs[1].device != DEVICE_CPU && view_is_packed(&call->inputs[1]);
+    if (!is_small)
+        room -= room / 10 + (is_there ? 0 : table->index_count * table->gather.index_bytes);
+    if (room < 0) room = 0;
     describe_case(&table->gather, table->index_count, room, found);
     found->result_on_device = true;
     found->indices_on_device = call->inputs[1].device != DEVICE_CPU;

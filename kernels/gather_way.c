@@ -11,8 +11,8 @@
 #define COPIED_BYTES_PER_SECOND 8e9
 #define MOST_COPYING 9
 /* A thread that gathers: what a row costs it, and each byte of it. */
-#define SECONDS_PER_ROW 135e-9
-#define GATHERED_BYTES_PER_SECOND 3.5e9
+#define SECONDS_PER_ROW 40e-9
+#define GATHERED_BYTES_PER_SECOND 3e9
 #define MOST_GATHERING 16
 /* What the device can ask for over the bus, whatever the rows' length. */
 #define ROWS_IN_PLACE_PER_SECOND 115e6

@@ -1,0 +1,153 @@
+"""Which way gather takes from a table on the host: arithmetic, in kernels/gather_way.c."""
+
+import ctypes
+import re
+import shutil
+import subprocess
+
+import pytest
+from operators import ROOT
+
+WAYS = ["whole", "range", "windows", "in place", "on the host"]
+MEBI = 1 << 20
+GIBI = 1 << 30
+
+
+class Case(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("table_bytes", "range_bytes", "place_bytes")),
+        *((name, ctypes.c_int64) for name in ("rows", "row_bytes", "index_bytes", "room_bytes")),
+        ("threads", ctypes.c_int),
+        *((name, ctypes.c_bool) for name in ("is_reachable", "result_on_device")),
+        ("indices_on_device", ctypes.c_bool),
+    ]
+
+
+class Plan(ctypes.Structure):
+    _fields_ = [("way", ctypes.c_int), ("bytes_up", ctypes.c_int64)]
+
+
+def constant(name):
+    """The number that the source has for it, so that tests follow when it is tuned."""
+    for file in ("gather_way.c", "gather_way.h"):
+        text = (ROOT / "kernels" / file).read_text()
+        for value in re.findall(rf"^#define {name} (.+)$", text, re.MULTILINE):
+            return eval(value.replace("(int64_t)", ""))
+    raise KeyError(name)
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("there is no C compiler")
+    built = tmp_path_factory.mktemp("way") / "gather_way.so"
+    source = ROOT / "kernels" / "gather_way.c"
+    subprocess.run(
+        [compiler, "-std=c11", "-shared", "-fPIC", "-o", str(built), str(source)], check=True
+    )
+    library = ctypes.CDLL(str(built))
+    library.gather_way.argtypes = library.gather_scan_pays.argtypes = [ctypes.POINTER(Case)]
+    library.gather_way.restype = Plan
+    library.gather_scan_pays.restype = ctypes.c_bool
+    return library
+
+
+def case_of(**given):
+    """1 Mi rows of 1 KiB, on a machine with 16 cores and much room, unless something else is
+    given."""
+    given = {"place_bytes": 1 << 10, "row_bytes": 1 << 10, "threads": 16} | given
+    given = {"table_bytes": given["place_bytes"] << 20, "room_bytes": 1 << 60} | given
+    given = {"range_bytes": given["table_bytes"], "rows": 1 << 20} | given
+    return Case(**{"index_bytes": 8 * given["rows"], **given})
+
+
+@pytest.fixture
+def way_of(library):
+    def way_of(**given):
+        plan = library.gather_way(case_of(**given))
+        return WAYS[plan.way], plan.bytes_up
+
+    return way_of
+
+
+EVERYWHERE = [
+    {"is_reachable": reachable, "result_on_device": result, "indices_on_device": indices}
+    for reachable in (False, True)
+    for result in (False, True)
+    for indices in (False, True)
+]
+
+
+@pytest.mark.parametrize("where", EVERYWHERE)
+def test_a_table_that_is_taken_as_a_whole_goes_up_as_a_whole(way_of, where):
+    assert way_of(rows=2 << 20, **where) == ("whole", GIBI)
+
+
+@pytest.mark.parametrize("where", EVERYWHERE)
+@pytest.mark.parametrize("rows", [1, 1 << 40])
+def test_a_small_table_goes_up_as_a_whole(way_of, where, rows):
+    least = constant("GATHER_LEAST_CHOICE_BYTES")
+    assert way_of(table_bytes=least, rows=rows, **where) == ("whole", least)
+    chosen, _ = way_of(table_bytes=least + 1, rows=1, room_bytes=least + 1, **where)
+    assert (chosen == "whole") != (where["is_reachable"] or where["result_on_device"])
+
+
+def test_what_there_is_no_room_for_goes_up_in_windows(way_of):
+    assert way_of(rows=2 << 20, room_bytes=GIBI) == ("whole", GIBI)
+    assert way_of(rows=2 << 20, room_bytes=GIBI - 1) == ("windows", GIBI)
+    given = {"rows": 2 << 20, "range_bytes": 600 * MEBI}
+    assert way_of(**given, room_bytes=600 * MEBI) == ("range", 600 * MEBI)
+    assert way_of(**given, room_bytes=600 * MEBI - 1) == ("windows", 600 * MEBI)
+
+
+@pytest.mark.parametrize("reachable", [False, True])
+def test_where_no_window_fits(way_of, reachable):
+    """Two of them are there at a time. A result on the host is made in parts."""
+    given = {"rows": 2 << 20, "is_reachable": reachable}
+    on_device = {**given, "result_on_device": True}
+    assert way_of(**on_device, room_bytes=2 << 10) == ("windows", GIBI)
+    taken = "in place" if reachable else "on the host"
+    assert way_of(**on_device, room_bytes=(2 << 10) - 1) == (taken, 2 * GIBI)
+    assert way_of(**given, room_bytes=0) == ("windows", GIBI)
+
+
+@pytest.mark.parametrize("indices_on_device", [False, True])
+def test_few_rows_are_gathered_without_the_others(way_of, indices_on_device):
+    given = {"rows": 1000, "indices_on_device": indices_on_device}
+    assert way_of(**given) == ("whole", GIBI)  # the result would have to come back
+    assert way_of(**given, result_on_device=True) == ("on the host", 1000 << 10)
+    assert way_of(**given, is_reachable=True) == ("in place", 1000 << 10)
+    assert way_of(**given, is_reachable=True, result_on_device=True) == ("in place", 1000 << 10)
+
+
+def test_the_price_of_what_is_not_there(way_of):
+    """Indices are fetched only where that pays, and few threads gather more slowly."""
+    table = 3 * MEBI // 2
+    given = {"table_bytes": table, "rows": 16, "result_on_device": True}
+    assert way_of(**given) == ("on the host", 16 << 10)
+    assert way_of(**given, indices_on_device=True)[0] == "on the host"
+    assert way_of(**given | {"rows": 900}, indices_on_device=True) == ("whole", table)
+    many = {"rows": 1 << 19, "result_on_device": True, "table_bytes": 4 * GIBI}
+    assert way_of(**many)[0] == "on the host"
+    assert way_of(**many | {"threads": 1}, is_reachable=True)[0] == "in place"
+    narrow = {"rows": 1 << 20, "row_bytes": 4, "place_bytes": 4, "result_on_device": True}
+    narrow["table_bytes"] = 512 * MEBI
+    assert way_of(**narrow)[0] == "on the host"
+    assert way_of(**narrow, is_reachable=True)[0] == "on the host"
+    assert way_of(**narrow | {"threads": 1})[0] == "on the host"
+    assert way_of(**narrow | {"threads": 1}, is_reachable=True)[0] == "in place"
+    assert way_of(**narrow | {"threads": 1, "rows": 2 << 20})[0] == "whole"
+
+
+def test_a_range_goes_up_where_that_is_known(way_of):
+    given = {"rows": 1000, "range_bytes": 4 << 10}
+    assert way_of(**given) == ("range", 4 << 10)
+    assert way_of(**given, result_on_device=True) == ("range", 4 << 10)
+    assert way_of(**given, is_reachable=True) == ("range", 4 << 10)
+
+
+def test_a_scan_reads_little_beside_what_goes_up(library):
+    share = constant("TABLE_BYTES_PER_INDEX_BYTE")
+    assert library.gather_scan_pays(case_of(index_bytes=GIBI // share))
+    assert not library.gather_scan_pays(case_of(index_bytes=GIBI // share + 1))
