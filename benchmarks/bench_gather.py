@@ -1,7 +1,7 @@
-"""gather beside NumPy, torch, CuPy and JAX: of host arrays, and between arrays on the GPU."""
+"""gather beside NumPy, torch, CuPy and JAX: of host arrays, from these to the GPU, and there."""
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy
@@ -20,6 +20,9 @@ def measure(run: Run) -> None:
     for case in host_cases(run, scale):
         run.measure(case)
     if gpuops.is_available() and peers.gpu():
+        run.say("\ntables on the host, results on the GPU (bytes of the results, counted once)")
+        for width in TABLE_ROWS:
+            run.measure(host_table(run, width, 128 * MEBI // scale))
         run.say("\narrays on the GPU: the time of the work there")
         for case in device_cases(run, scale):
             run.measure(case)
@@ -42,6 +45,8 @@ def elements(run: Run, size: int, count: int, dtype: type, sets: int = 8) -> Cas
     table = run.random.random(size, dtype=numpy.float32)
     indices = [(run.random.integers(0, size, count, dtype=dtype),) for _ in range(sets)]
     targets = [Target("gpuops on the CPU", "numpy.take", ratio=1.2)]
+    if count == MEBI:
+        targets.append(Target("gpuops on the GPU", seconds=12.5e-3))
     name = f"{count_name(count)} of {count_name(size)} float32, {numpy.dtype(dtype)} indices"
     return _host_case(name, table, indices, targets, items=count)
 
@@ -96,6 +101,68 @@ def _host_case(
 
 def _gather(**options: Any) -> Contestant:
     return Contestant(functools.partial(gpuops.gather, **options))
+
+
+# Rows of float32, and the rates in GB/s at which they shall go up from ordinary memory and from
+# page-locked memory.
+TABLE_ROWS = {16: (None, 12), 64: (None, 35), 128: (None, 50), 256: (40, 50), 1024: (40, 50)}
+
+
+def host_table(run: Run, width: int, size: int) -> Case:
+    """Random rows of a table on the host, an eighth of it, into an array on the GPU."""
+    table = run.random.random(size, dtype=numpy.float32).reshape(-1, width)
+    count = len(table) // 8
+    indices = [(run.random.integers(0, len(table), count),) for _ in range(4)]
+    pageable, locked = TABLE_ROWS[width]
+    contestants = {
+        "gpuops": _into_gpu(count, width),
+        "gpuops, page-locked": _into_gpu(count, width, locks=True),
+        "gpuops, page-locked, indices there": _into_gpu(count, width, locks=True, sends=True),
+    }
+    targets = [Target("gpuops, page-locked", rate=locked)]
+    if pageable:
+        targets.append(Target("gpuops", rate=pageable))
+    targets += [Target(ours, BEST_PEER, ratio=1.0) for ours in ("gpuops", "gpuops, page-locked")]
+    if torch := peers.torch_on_gpu():
+        contestants["torch CPU index_select and cuda()"] = Contestant(
+            _waiting(lambda x, i: torch.index_select(x, 0, i).cuda()),
+            convert=torch.from_numpy,
+            to_numpy=lambda x: x.cpu().numpy(),
+        )
+    if cupy := peers.cupy_on_gpu():
+        contestants["numpy.take and CuPy's asarray"] = Contestant(
+            _waiting(lambda x, i: cupy.asarray(x.take(i, axis=0))), to_numpy=cupy.asnumpy
+        )
+    name = f"host table, {count_name(count)} rows of {width} float32 ({4 * width} bytes)"
+    moved = count * width * table.itemsize
+    return Case(f"gather {name}", contestants, _take_rows, [table], indices, moved, None, targets)
+
+
+def _into_gpu(count: int, width: int, locks: bool = False, sends: bool = False) -> Contestant:
+    out = gpuops.empty((count, width), numpy.float32)
+
+    def convert(array: numpy.ndarray) -> Any:
+        if array.ndim == 1:
+            return gpuops.to_device(array) if sends else array
+        if not locks:
+            return array
+        locked = gpuops.pinned_empty(array.shape, array.dtype)
+        locked[...] = array
+        return locked
+
+    call = _waiting(functools.partial(gpuops.gather, out=out))
+    return Contestant(call, convert=convert, to_numpy=lambda there: there.to_host())
+
+
+def _waiting(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Wait for what a call queued, so that it is over when it returns."""
+
+    def waiting(*arrays: Any) -> Any:
+        there = call(*arrays)
+        peers.gpu().synchronize()
+        return there
+
+    return waiting
 
 
 # Rows of float32 and the rates in GB/s that they shall reach. Other widths shall come within 15 %

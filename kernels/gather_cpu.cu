@@ -71,10 +71,11 @@ static bool copy_rows(MadeRows *work, const Loop &loop, char *out, const char *x
         } else {
             row = x + i * x_step + static_cast<int64_t>(place) * axis_stride;
         }
-        if (streams)
+        if (streams) {
             copy_streamed(out + i * out_step, row, gather.row_bytes);
-        else
-            memcpy(out + i * out_step, row, row_bytes);
+            continue;
+        }
+        memcpy(out + i * out_step, row, row_bytes);
     }
     return true;
 }

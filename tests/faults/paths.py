@@ -311,6 +311,94 @@ def a_large_fill_value(gpu):
     return Case(lambda: call().to_host(), [x])
 
 
+# A table on the host for which there is a choice of ways (kernels/gather_way.h).
+TABLE = np.arange(300_000, dtype="f4").reshape(300, 1000)
+
+
+def from_table(gpu, indices, on_device=False, pinned=False, room=None):
+    """Into an array on the device, which was there, and where no more memory is to be had than
+    there is `room` for."""
+    x, indices = TABLE.copy(), np.asarray(indices)
+    out = gpu.gpuops.to_device(np.full((*indices.shape, 1000), 77, "f4"))
+    given = gpu.gpuops.to_device(indices) if on_device else indices
+
+    def run():
+        with contextlib.ExitStack() as stack:
+            if pinned:
+                stack.enter_context(gpu.gpuops.pin(x))
+            if room is not None:
+                gpu.gpuops.empty_cache()
+                gpu.gpuops.memory_limit(gpu.gpuops.memory_info().used + room)
+                stack.callback(gpu.gpuops.memory_limit, None)
+            try:
+                return gpu.gpuops.gather(x, given, out=out).to_host()
+            except IndexError as error:
+                return str(error)
+
+    return Case(run, [x, given, out], [out], "gather")
+
+
+@path("gather")
+def rows_gathered_on_the_host(gpu):
+    return from_table(gpu, [5, -1, 200])
+
+
+@path("gather")
+def rows_gathered_on_the_host_and_a_bad_index(gpu):
+    return from_table(gpu, [5, 300, 200])
+
+
+@path("gather")
+def rows_gathered_on_the_host_by_indices_on_the_device(gpu):
+    return from_table(gpu, [5, -1, 200], on_device=True)
+
+
+@path("gather")
+def rows_through_the_ring(gpu):
+    x = np.arange(5_000_000, dtype="f4").reshape(5000, 1000)
+    indices = np.arange(530) * 9
+    out = gpu.gpuops.to_device(np.full((530, 1000), 77, "f4"))
+    return Case(lambda: gpu.gpuops.gather(x, indices, out=out).to_host(), [x, indices, out], [out])
+
+
+@path("gather")
+def rows_read_in_place(gpu):
+    return from_table(gpu, [5, -1, 200], pinned=True)
+
+
+@path("gather")
+def a_bad_index_in_place(gpu):
+    return from_table(gpu, [5, 300, 200], on_device=True, pinned=True)
+
+
+@path("gather")
+def rows_read_in_place_between_host_arrays(gpu):
+    x, indices, out = TABLE.copy(), np.array([5, -1, 200]), np.full((3, 1000), 77, "f4")
+
+    def run():
+        with gpu.gpuops.pin(x):
+            return gpu.gpuops.gather(x, indices, out=out, device="cuda").copy()
+
+    return Case(run, [x, indices, out], [out], "gather")
+
+
+@path("gather")
+def the_range_that_is_taken(gpu):
+    return from_table(gpu, [5, 6, 7] * 110)
+
+
+@path("gather")
+def the_range_that_is_taken_between_host_arrays(gpu):
+    x, indices, out = TABLE.copy(), np.array([5, 7, 200]), np.full((3, 1000), 77, "f4")
+    call = functools.partial(gpu.gpuops.gather, x, indices, out=out, device="cuda")
+    return Case(lambda: call().copy(), [x, indices, out], [out])
+
+
+@path("gather")
+def windows(gpu):
+    return from_table(gpu, np.arange(-300, 30), on_device=True, room=1_000_000)
+
+
 LEAST_IN_PARTS = (16 << 20) + 8  # bytes of a result on the host: three parts
 
 
