@@ -319,9 +319,8 @@ static Status run_on_device(Call *call, void (*describe)(const Call *, Gather *)
     View x, indices;
     view_copy(&x, &call->inputs[0]);
     view_copy(&indices, &call->inputs[1]);
-    const bool is_taken_from =
-        view_items(&call->out) > 0 && x.item_bytes > 0 && gather->axis_size > 0;
-    if (x.device == DEVICE_CPU && is_taken_from)
+    if (x.device == DEVICE_CPU && view_items(&call->out) > 0 && x.item_bytes > 0 &&
+        gather->axis_size > 0)
         return gather_host_table(call, *gather, index_count);
     Memory *packed[2] = {};
     Status status = STATUS_OK;
