@@ -564,6 +564,8 @@ static int check_opaque(const Call *call, const Arguments *arguments)
 typedef struct Work {
     Call *call;
     int wanted_device;
+    int unmeasured; /* the device to measure before the call is made, claimed; or DEVICE_AUTO */
+    Candidate taken;
     Progress progress;
 } Work;
 
@@ -577,11 +579,17 @@ static Status do_host_work(void *context)
         if (status != STATUS_OK) return status;
         if (call->device != DEVICE_CPU) call->stream = thread_stream(call->device);
     }
+    if (work->taken.device != call->device)
+        route_estimate(call, call->device == DEVICE_CPU ? WAY_CPU : WAY_CUDA, call->device,
+                       &work->taken);
     return run_call(call);
 }
 
+/* What is over sooner than others could make use of the GIL keeps it. */
 static Status work_on_host(Work *work)
 {
+    const bool on_cpu = work->wanted_device == DEVICE_CPU && work->call->stream == NULL;
+    if (on_cpu && call_is_brief(work->call)) return do_host_work(work);
     const Status status = without_gil_for_now(do_host_work, work, &work->progress.saved);
     if (status == STATUS_INTERRUPTED) progress_raise(&work->progress);
     return status;
@@ -668,6 +676,7 @@ static PyObject *call_on_device(State *state, Call *call, Arguments *arguments,
     }
     call->out_is_fresh = !given;
     Status status = without_gil(do_device_work, call);
+    note_device_route(call);
     if (status != STATUS_OK) {
         raise_call_status(state, status, call, arguments);
     } else if (given) {
@@ -712,7 +721,9 @@ static PyObject *change_on_host(State *state, Call *call, Arguments *arguments, 
 {
     if (copy_overlapping_inputs(call, arguments) < 0) return NULL;
     call->out_is_fresh = false;
+    const uint64_t started = ticks_now();
     Status status = work_on_host(work);
+    note_route(call, &work->taken, started);
     if (status == STATUS_OK) return Py_NewRef(Py_None);
     return raise_call_status(state, status, call, arguments);
 }
@@ -738,7 +749,8 @@ static int multiply_in_numpy(State *state, Call *call, Arguments *arguments, Wor
     *computed = false;
     if (call->op->run != run_matmul) return 0;
     if (call->stream == NULL) {
-        Status status = without_gil(choose, work);
+        const bool on_cpu = work->wanted_device == DEVICE_CPU;
+        Status status = on_cpu ? choose(work) : without_gil(choose, work);
         if (status != STATUS_OK) {
             raise_call_status(state, status, call, arguments);
             return -1;
@@ -747,7 +759,7 @@ static int multiply_in_numpy(State *state, Call *call, Arguments *arguments, Wor
     if (call->device != DEVICE_CPU) return 0;
     *computed = true;
     if (cast_for_numpy(call, arguments) < 0) return -1;
-    return matmul_on_host(arguments->inputs[0].array, arguments->inputs[1].array, out);
+    return matmul_on_host(state, arguments->inputs[0].array, arguments->inputs[1].array, out);
 }
 
 /* Whether the result can be written where the caller wants it. */
@@ -777,8 +789,10 @@ static PyObject *call_on_host(State *state, Call *call, Arguments *arguments, Wo
     call->out_is_fresh = out != given;
 
     bool computed;
+    const uint64_t started = ticks_now();
     if (multiply_in_numpy(state, call, arguments, work, out, &computed) < 0) goto done;
     Status status = computed ? STATUS_OK : work_on_host(work);
+    note_route(call, &work->taken, started);
     if (status != STATUS_OK) {
         raise_call_status(state, status, call, arguments);
     } else if (given != NULL) {
@@ -794,6 +808,16 @@ done:
     return returned;
 }
 
+/* Names the device of a call between host arrays under device="auto". False: the machine has to be
+ * measured first, which may take Python code, so that the call is to begin anew after that. */
+static bool settle_device(const Call *call, Work *work)
+{
+    if (work->wanted_device != DEVICE_AUTO || call->stream != NULL) return true;
+    work->unmeasured = choose_automatically(call, &work->taken);
+    work->wanted_device = work->taken.device;
+    return work->unmeasured == DEVICE_AUTO;
+}
+
 /* The plan, and the work on what it says. */
 static PyObject *call_planned(State *state, Call *call, Arguments *arguments, const Operand *leader,
                               Work *work)
@@ -802,6 +826,7 @@ static PyObject *call_planned(State *state, Call *call, Arguments *arguments, co
     if (status != STATUS_OK) return raise_call_status(state, status, call, arguments);
     if (check_huge_integers(call, arguments) < 0) return NULL;
     if (call->in_place && check_target(call->op->name, &arguments->out) < 0) return NULL;
+    if (leader == NULL && !settle_device(call, work)) return NULL;
     Operand like;
     PyObject *result = NULL;
     if (call->in_place) {
@@ -817,72 +842,136 @@ static PyObject *call_planned(State *state, Call *call, Arguments *arguments, co
     return result;
 }
 
+/* A call from its arguments to where its plan can be made. */
+typedef struct Opened {
+    Call call;
+    Arguments arguments;
+    const Operand *leader;
+    Work work;
+    Stream *stream;
+} Opened;
+
+static int open_call(State *state, const Signature *signature, PyObject **values, Opened *opened)
+{
+    Call *call = &opened->call;
+    Arguments *arguments = &opened->arguments;
+    const Operand **leader = &opened->leader;
+    set_defaults(signature, call);
+    arguments->count = 0;
+    memset(&arguments->out, 0, offsetof(Operand, view));
+    arguments->huge = 0;
+    arguments->fill = NULL;
+    arguments->wanted = NULL;
+    arguments->fill_value = NULL;
+    arguments->device = arguments->stream = Py_None;
+    opened->leader = NULL;
+    arguments->shows_progress = false;
+    Work *work = &opened->work;
+    work->call = call;
+    work->wanted_device = DEVICE_DEFAULT;
+    work->unmeasured = DEVICE_AUTO;
+    work->taken = (Candidate){.way = WAY_CPU, .device = DEVICE_CPU, .seconds = -1};
+    progress_init(&work->progress, call->op->name);
+    call->watch = &work->progress.watch;
+    opened->stream = NULL;
+
+    if (read_arguments(state, signature, values, call, arguments) < 0 ||
+        find_leader(arguments, leader) < 0)
+        return -1;
+    if (arguments->shows_progress && progress_show(&work->progress) < 0) return -1;
+    if (*leader != NULL) {
+        call->device = (*leader)->view.device;
+        if (check_device_argument(*leader, arguments->device) < 0 ||
+            open_stream(state, arguments, *leader, &opened->stream) < 0)
+            return -1;
+        call->stream = opened->stream;
+    } else {
+        if (read_device(arguments->device, &work->wanted_device) < 0) return -1;
+        if (arguments->stream != Py_None &&
+            read_host_stream(state, arguments->stream, work, &opened->stream) < 0)
+            return -1;
+    }
+    if (read_fill_argument(signature, call, arguments) < 0) return -1;
+    for (int i = 0; i < arguments->count; i++)
+        if (read_huge_integer(arguments, i) < 0 || complete_operand(&arguments->inputs[i]) < 0)
+            return -1;
+    if (arguments->out.object != NULL) {
+        if (complete_operand(&arguments->out) < 0) return -1;
+        call->wanted = arguments->out.view.dtype;
+    }
+    call->input_count = arguments->count;
+    for (int i = 0; i < arguments->count; i++) {
+        view_copy(&call->inputs[i], &arguments->inputs[i].view);
+        call->inputs[i].weak = weakness(arguments->inputs[i].object);
+    }
+    if (is_in_place(signature)) view_copy(&call->out, &arguments->out.view);
+    return 0;
+}
+
+static void close_call(Opened *opened, PyObject **result)
+{
+    Arguments *arguments = &opened->arguments;
+    progress_close(&opened->work.progress, result);
+    for (int i = 0; i < arguments->count; i++) operand_clear(&arguments->inputs[i]);
+    if (arguments->out.object != NULL) operand_clear(&arguments->out);
+    release(arguments->fill);
+    Py_XDECREF((PyObject *)arguments->wanted);
+    if (opened->stream != NULL) release_stream(opened->stream);
+}
+
 PyObject *call_operator(PyObject *module, int op, PyObject *const *args, Py_ssize_t count,
                         PyObject *names)
 {
     State *state = PyModule_GetState(module);
     const Signature *signature = &state->signatures[op];
-    PyObject *values[MAX_PARAMETERS];
+    PyObject *values[MAX_PARAMETERS], *result = NULL;
     if (bind_arguments(signature, args, count, names, values) < 0) return NULL;
 
-    Call call;
-    set_defaults(signature, &call);
-    Arguments arguments;
-    arguments.count = 0;
-    memset(&arguments.out, 0, offsetof(Operand, view));
-    arguments.huge = 0;
-    arguments.fill = NULL;
-    arguments.wanted = NULL;
-    arguments.fill_value = NULL;
-    arguments.device = arguments.stream = Py_None;
-    arguments.shows_progress = false;
-    const Operand *leader = NULL;
-    Work work;
-    work.call = &call;
-    work.wanted_device = DEVICE_DEFAULT;
-    progress_init(&work.progress, call.op->name);
-    call.watch = &work.progress.watch;
-    Stream *stream = NULL;
+    Opened opened;
+    if (open_call(state, signature, values, &opened) == 0)
+        result = call_planned(state, &opened.call, &opened.arguments, opened.leader, &opened.work);
+    close_call(&opened, &result);
+    if (opened.work.unmeasured == DEVICE_AUTO) return result;
+    if (measure_machine(module, opened.work.unmeasured) < 0) return NULL;
+    return call_operator(module, op, args, count, names);
+}
+
+/* As call_planned begins. */
+static PyObject *explain_planned(State *state, Opened *opened, int *unmeasured)
+{
+    Call *call = &opened->call;
+    const Arguments *arguments = &opened->arguments;
+    Status status = call->op->plan(call);
+    if (status != STATUS_OK) return raise_call_status(state, status, call, arguments);
+    if (check_huge_integers(call, arguments) < 0) return NULL;
+    if (call->in_place && check_target(call->op->name, &arguments->out) < 0) return NULL;
+    if (opened->leader != NULL) return explain_on_device(call);
+    const int wanted = call->stream != NULL ? call->device : opened->work.wanted_device;
+    return explain_on_host(state, call, wanted, unmeasured);
+}
+
+static PyObject *explain_once(PyObject *module, const Signature *signature, PyObject **values,
+                              int *unmeasured)
+{
+    State *state = PyModule_GetState(module);
+    Opened opened;
     PyObject *result = NULL;
-
-    if (read_arguments(state, signature, values, &call, &arguments) < 0 ||
-        find_leader(&arguments, &leader) < 0)
-        goto done;
-    if (arguments.shows_progress && progress_show(&work.progress) < 0) goto done;
-    if (leader != NULL) {
-        call.device = leader->view.device;
-        if (check_device_argument(leader, arguments.device) < 0 ||
-            open_stream(state, &arguments, leader, &stream) < 0)
-            goto done;
-        call.stream = stream;
-    } else {
-        if (read_device(arguments.device, &work.wanted_device) < 0) goto done;
-        if (arguments.stream != Py_None &&
-            read_host_stream(state, arguments.stream, &work, &stream) < 0)
-            goto done;
-    }
-    if (read_fill_argument(signature, &call, &arguments) < 0) goto done;
-    for (int i = 0; i < arguments.count; i++)
-        if (read_huge_integer(&arguments, i) < 0 || complete_operand(&arguments.inputs[i]) < 0)
-            goto done;
-    if (arguments.out.object != NULL) {
-        if (complete_operand(&arguments.out) < 0) goto done;
-        call.wanted = arguments.out.view.dtype;
-    }
-    call.input_count = arguments.count;
-    for (int i = 0; i < arguments.count; i++) {
-        view_copy(&call.inputs[i], &arguments.inputs[i].view);
-        call.inputs[i].weak = weakness(arguments.inputs[i].object);
-    }
-    if (is_in_place(signature)) view_copy(&call.out, &arguments.out.view);
-    result = call_planned(state, &call, &arguments, leader, &work);
-
-done:
-    progress_close(&work.progress, &result);
-    for (int i = 0; i < arguments.count; i++) operand_clear(&arguments.inputs[i]);
-    if (arguments.out.object != NULL) operand_clear(&arguments.out);
-    release(arguments.fill);
-    Py_XDECREF((PyObject *)arguments.wanted);
-    if (stream != NULL) release_stream(stream);
+    if (open_call(state, signature, values, &opened) == 0)
+        result = explain_planned(state, &opened, unmeasured);
+    close_call(&opened, &result);
     return result;
+}
+
+PyObject *explain_operator(PyObject *module, int op, PyObject *const *args, Py_ssize_t count,
+                           PyObject *names)
+{
+    State *state = PyModule_GetState(module);
+    const Signature *signature = &state->signatures[op];
+    PyObject *values[MAX_PARAMETERS];
+    int unmeasured = DEVICE_AUTO;
+    if (bind_arguments(signature, args, count, names, values) < 0) return NULL;
+    PyObject *result = explain_once(module, signature, values, &unmeasured);
+    if (unmeasured == DEVICE_AUTO) return result;
+    if (machine_claim(unmeasured, true) && measure_machine(module, unmeasured) < 0) return NULL;
+    return explain_once(module, signature, values, NULL);
 }

@@ -10,6 +10,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <structmember.h>
+#include <time.h>
 
 #define PY_ARRAY_UNIQUE_SYMBOL gpuops_ARRAY_API
 #ifndef GPUOPS_IMPORTS_NUMPY
@@ -57,13 +58,6 @@ typedef struct Signature {
     Parameter parameters[MAX_PARAMETERS];
 } Signature;
 
-enum {
-#define OPERATOR(name, stem, signature, doc) OPERATOR_##name,
-#include "ops.def"
-#undef OPERATOR
-    OPERATORS
-};
-
 typedef struct State {
     Signature signatures[OPERATORS];
     PyObject *device_error, *device_lost_error, *forked_process_error;
@@ -71,6 +65,7 @@ typedef struct State {
     PyTypeObject *module_type, *kernel_type, *launcher_type, *pointer_type;
     PyTypeObject *in_type, *out_type, *in_out_type;
     PyObject *attributes_type; /* the named tuple that Kernel.attributes is */
+    PyObject *numpy_matmul;    /* or NULL, until it is needed */
     PyObject *libraries;       /* dict: type -> what operand.c knows of it, or None */
     /* Interned: "__dlpack_c_exchange_api__", and three attributes of tensors. */
     PyObject *exchange_api_name, *requires_grad_name, *is_conj_name, *is_neg_name;
@@ -225,6 +220,43 @@ Status without_gil_for_now(Status (*work)(void *), void *context, PyThreadState 
 PyThreadState *release_gil(void);
 void *raise_status(State *state, Status status, const char *op, int device);
 
+/* The candidates of a call that is not made, for explain. */
+PyObject *explain_operator(PyObject *module, int op, PyObject *const *args, Py_ssize_t count,
+                           PyObject *names);
+
+/* route.c */
+/* The way of a call between host arrays under device="auto", whose plan is made; or the device that
+ * the caller is to measure first, else DEVICE_AUTO. */
+int choose_automatically(const Call *call, Candidate *taken);
+/* Runs Python code. -1 with an exception that is not about the machine. */
+int measure_machine(PyObject *module, int device);
+/* For last_route: a call between host arrays that was begun at that time and is over now, and one
+ * between arrays on a device. */
+void note_route(const Call *call, const Candidate *candidate, uint64_t started);
+void note_device_route(const Call *call);
+void start_ticks(void); /* at import */
+
+/* A clock that takes a fifth of the time of the system's, which is a tenth of a small call. */
+static inline uint64_t ticks_now(void)
+{
+#if defined(__x86_64__)
+    return __builtin_ia32_rdtsc();
+#elif defined(__aarch64__)
+    uint64_t ticks;
+    __asm__ volatile("mrs %0, cntvct_el0" : "=r"(ticks));
+    return ticks;
+#else
+    struct timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return (uint64_t)time.tv_sec * 1000000000 + (uint64_t)time.tv_nsec;
+#endif
+}
+/* What _explain returns. NULL without an exception: *unmeasured is to be measured first. Where
+ * unmeasured is NULL, what is not measured has no expected time. */
+PyObject *explain_on_host(State *state, const Call *call, int wanted, int *unmeasured);
+PyObject *explain_on_device(const Call *call);
+extern PyMethodDef route_methods[];
+
 /* device.c */
 int read_device(PyObject *object, int *device);
 int read_ordinal(State *state, PyObject *object, const char *op, int *ordinal);
@@ -321,7 +353,7 @@ PyObject *exchange_finish(const DLPackExchangeAPI *api, PyTypeObject *type,
 int add_exchange_api(PyTypeObject *array_type);
 
 /* matmul.c: what NumPy does; and a finder for blas_set_finder. */
-int matmul_on_host(PyArrayObject *a, PyArrayObject *b, PyArrayObject *out);
+int matmul_on_host(State *state, PyArrayObject *a, PyArrayObject *b, PyArrayObject *out);
 bool find_blas(char *path, size_t size);
 
 /* pinned.c: pin, pinned_empty, ... */

@@ -2,25 +2,26 @@
  * which a Python package knows. */
 #include "core.h"
 
-/* numpy.matmul, without the detour of an import. */
-static PyObject *numpy_matmul(void)
+/* numpy.matmul, which is looked up once. */
+static PyObject *numpy_matmul(State *state)
 {
-    PyObject *name = PyUnicode_FromString("numpy");
-    PyObject *module = name == NULL ? NULL : PyImport_GetModule(name);
-    PyObject *function = NULL;
-    if (module == NULL && !PyErr_Occurred()) module = PyImport_ImportModule("numpy");
-    if (module != NULL) function = PyObject_GetAttrString(module, "matmul");
+    if (state->numpy_matmul != NULL) return state->numpy_matmul;
+    PyObject *module = PyImport_ImportModule("numpy");
+    PyObject *function = module == NULL ? NULL : PyObject_GetAttrString(module, "matmul");
     Py_XDECREF(module);
-    Py_XDECREF(name);
-    return function;
+    if (state->numpy_matmul == NULL) /* another thread may have been faster */
+        state->numpy_matmul = function;
+    else
+        Py_XDECREF(function);
+    return state->numpy_matmul;
 }
 
 /* numpy.matmul(a, b, out), on plain arrays: those of a subclass would come back to it. */
-static int multiply(PyArrayObject *a, PyArrayObject *b, PyArrayObject *out)
+static int multiply(State *state, PyArrayObject *a, PyArrayObject *b, PyArrayObject *out)
 {
     PyArrayObject *const operands[] = {a, b, out};
     PyObject *plain[] = {NULL, NULL, NULL};
-    PyObject *function = numpy_matmul(), *result = NULL;
+    PyObject *function = numpy_matmul(state), *result = NULL;
     bool ready = function != NULL;
     for (int i = 0; i < 3 && ready; i++) {
         plain[i] = PyArray_EnsureArray((PyObject *)hold(operands[i]));
@@ -33,7 +34,6 @@ static int multiply(PyArrayObject *a, PyArrayObject *b, PyArrayObject *out)
     if (ready && status < 0 && PyErr_ExceptionMatches(PyExc_SystemError)) PyErr_NoMemory();
     Py_XDECREF(result);
     for (int i = 0; i < 3; i++) Py_XDECREF(plain[i]);
-    Py_XDECREF(function);
     return status;
 }
 
@@ -44,7 +44,7 @@ static PyArrayObject *as_float32(PyArrayObject *array)
 }
 
 /* NumPy adds the products of float16 up in float32 too, but one by one, without its BLAS. */
-static int multiply_in_float32(PyArrayObject *a, PyArrayObject *b, PyArrayObject *out)
+static int multiply_in_float32(State *state, PyArrayObject *a, PyArrayObject *b, PyArrayObject *out)
 {
     PyArrayObject *wide_a = as_float32(a), *wide_b = NULL, *wide_out = NULL;
     int status = -1;
@@ -52,7 +52,7 @@ static int multiply_in_float32(PyArrayObject *a, PyArrayObject *b, PyArrayObject
     if (wide_b != NULL)
         wide_out =
             (PyArrayObject *)PyArray_EMPTY(PyArray_NDIM(out), PyArray_DIMS(out), NPY_FLOAT, 0);
-    if (wide_out != NULL) status = multiply(wide_a, wide_b, wide_out);
+    if (wide_out != NULL) status = multiply(state, wide_a, wide_b, wide_out);
     if (status == 0) status = PyArray_CopyInto(out, wide_out);
     release(wide_out);
     release(wide_b);
@@ -61,12 +61,12 @@ static int multiply_in_float32(PyArrayObject *a, PyArrayObject *b, PyArrayObject
 }
 
 /* NumPy releases the GIL itself. The operands are of the dtype of out. */
-int matmul_on_host(PyArrayObject *a, PyArrayObject *b, PyArrayObject *out)
+int matmul_on_host(State *state, PyArrayObject *a, PyArrayObject *b, PyArrayObject *out)
 {
     View view;
     fill_dtype(PyArray_DESCR(out), &view);
     const bool is_short = view.dtype == DTYPE_FLOAT16 || view.dtype == DTYPE_BFLOAT16;
-    return is_short ? multiply_in_float32(a, b, out) : multiply(a, b, out);
+    return is_short ? multiply_in_float32(state, a, b, out) : multiply(state, a, b, out);
 }
 
 static bool copy_path(PyObject *found, char *path, size_t size)

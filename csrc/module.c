@@ -22,7 +22,8 @@ static PyMethodDef operator_methods[] = {
 };
 
 static const Operator operators[] = {
-#define OPERATOR(name, stem, signature, doc) {#name, signature, plan_##name, run_##name},
+#define OPERATOR(name, stem, signature, doc)                                                       \
+    {OPERATOR_##name, #name, signature, plan_##name, run_##name},
 #include "ops.def"
 #undef OPERATOR
 };
@@ -83,6 +84,7 @@ static int execute(PyObject *module)
     if (require_main_interpreter() < 0) return -1;
     if (import_numpy() < 0) return -1;
     blas_set_finder(find_blas);
+    start_ticks();
     State *state = PyModule_GetState(module);
 
     state->device_error = add_exception(module, "gpuops.DeviceError",
@@ -121,7 +123,8 @@ static int execute(PyObject *module)
         add_pin_type(module, state) < 0 || add_module_types(module, state) < 0)
         return -1;
     PyMethodDef *const methods[] = {operator_methods, create_methods, stream_methods,
-                                    pinned_methods,   nvrtc_methods,  module_methods};
+                                    pinned_methods,   nvrtc_methods,  module_methods,
+                                    route_methods};
     for (size_t i = 0; i < sizeof methods / sizeof methods[0]; i++)
         if (PyModule_AddFunctions(module, methods[i]) < 0) return -1;
     if (PyModule_AddStringConstant(module, "__version__", GPUOPS_VERSION) < 0) return -1;
@@ -146,6 +149,7 @@ static int traverse(PyObject *module, visitproc visit, void *arg)
     Py_VISIT(state->out_type);
     Py_VISIT(state->in_out_type);
     Py_VISIT(state->attributes_type);
+    Py_VISIT(state->numpy_matmul);
     Py_VISIT(state->libraries);
     return 0;
 }
@@ -168,6 +172,7 @@ static int clear(PyObject *module)
     Py_CLEAR(state->out_type);
     Py_CLEAR(state->in_out_type);
     Py_CLEAR(state->attributes_type);
+    Py_CLEAR(state->numpy_matmul);
     Py_CLEAR(state->libraries);
     Py_CLEAR(state->exchange_api_name);
     Py_CLEAR(state->requires_grad_name);

@@ -295,6 +295,8 @@ void set_defaults(const Signature *signature, Call *call)
     call->run_in_parts = NULL;
     call->watch = NULL;
     call->cast_inputs = call->host_inputs = 0;
+    call->work = WORK_ELEMENTS;
+    call->operations = 0;
 }
 
 int read_option(Role role, PyObject *value, Call *call)

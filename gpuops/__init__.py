@@ -17,7 +17,7 @@ Page-locked NumPy arrays
 Memory of the GPU
     memory_info, MemoryInfo, memory_limit, empty_cache
 Devices
-    device, devices, device_count, is_available, hello, show_config
+    device, devices, device_count, is_available, hello, show_config, explain, last_route
 Your own kernels
     compile, Module, Kernel, In, Out, InOut, Pointer; in Jupyter ``%load_ext gpuops``
 Errors
@@ -28,6 +28,7 @@ Importing this package makes no CUDA call. Run ``python -m gpuops demo`` to see 
 
 import contextlib
 import contextvars
+import importlib
 import threading
 from typing import Any, NamedTuple, Self
 
@@ -45,8 +46,9 @@ except ModuleNotFoundError:
 from . import _core
 from ._core import *  # noqa: F403
 
-# The compiler of kernels is not always asked for, and its code stays out of the import until then.
-_LAZY = ["CompileError", "compile"]
+# What is not always asked for, whose code stays out of the import until then, and where it is.
+_LAZY = {"CompileError": "_compile", "compile": "_compile"}
+_LAZY |= {"explain": "_route", "last_route": "_route"}
 
 __all__ = ["Device", "__version__", "device", "devices", "pinned_memory", "show_config"]
 __all__ += [name for name in vars(_core) if not name.startswith("_")]
@@ -56,9 +58,8 @@ __all__ += _LAZY
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from . import _compile
-
-    globals().update({lazy: getattr(_compile, lazy) for lazy in _LAZY})
+    module = importlib.import_module(f".{_LAZY[name]}", __name__)
+    globals().update({lazy: getattr(module, lazy) for lazy in _LAZY if hasattr(module, lazy)})
     return globals()[name]
 
 
@@ -109,7 +110,8 @@ class device(contextlib.ContextDecorator, threading.local):  # noqa: N801 (used 
     ----------
     spec : {"cpu", "cuda", "cuda:N", "auto"}, int or None
         ``"cuda"`` or an ordinal insists on the GPU, ``"cpu"`` on the CPU, ``"auto"`` takes
-        whichever is expected to be faster, and None goes back to what holds outside any ``with``.
+        whichever is expected to be faster, as `explain` tells, and None goes back to what holds
+        outside any ``with``.
 
     Raises
     ------

@@ -47,6 +47,7 @@ from ._core import (
     to_device,
     zeros,
 )
+from ._route import explain, last_route
 
 __all__ = [
     "CompileError",
@@ -76,10 +77,12 @@ __all__ = [
     "devices",
     "empty",
     "empty_cache",
+    "explain",
     "from_dlpack",
     "gather",
     "hello",
     "is_available",
+    "last_route",
     "matmul",
     "memory_info",
     "memory_limit",

@@ -1,4 +1,6 @@
-"""The disk cache of compiled kernels: entries of bytes under keys, in a folder of the user's own.
+"""The disk cache: entries of bytes under keys, in a folder of the user's own.
+
+It keeps compiled kernels, and what was measured of machines, of which there is little.
 
 What is loaded from here runs on the GPU with the rights of the user, so an entry counts only if
 nobody else can have written it: the folder belongs to the user, is closed to all others and is no
@@ -25,6 +27,9 @@ MOST_ENTRIES = 2048
 # What a writer that died has left behind goes after an hour.
 STALE_SECONDS = 3600
 
+# What an entry is, and how its name ends.
+KERNELS, CALIBRATION = "kernels", "calibration"
+
 _MAGIC = b"gpuops cache 1\n"
 _ENTRY = re.compile(r"[0-9a-f]{64}\.kernels")
 _TEMPORARY = re.compile(r"\.[0-9a-f]{64}\.[0-9a-f]{16}\.tmp")
@@ -45,17 +50,17 @@ def key_of(parts: Iterable[bytes]) -> str:
     return digest.hexdigest()
 
 
-def load(key: str) -> bytes | None:
+def load(key: str, kind: str = KERNELS) -> bytes | None:
     """Return what was stored under `key`, or None."""
     try:
         with _folder() as folder:
-            return None if folder is None else _read(folder, key)
+            return None if folder is None else _read(folder, _name(key, kind), key)
     except _UnusableError as error:
         _warn(error)
         return None
 
 
-def store(key: str, data: bytes) -> None:
+def store(key: str, data: bytes, kind: str = KERNELS) -> None:
     """Store `data` under `key`, and drop what was not used for longest where that is too much."""
     entry = _sealed(key, data)
     if len(entry) > MOST_BYTES // 4:
@@ -63,7 +68,7 @@ def store(key: str, data: bytes) -> None:
     try:
         with _folder() as folder:
             if folder is not None:
-                _write(folder, key, entry)
+                _write(folder, _name(key, kind), entry)
                 _evict(folder)
     except _UnusableError as error:
         _warn(error)
@@ -117,31 +122,31 @@ def _check(folder: int, path: str) -> None:
         )
 
 
-def _name(key: str) -> str:
-    return f"{key}.kernels"
+def _name(key: str, kind: str) -> str:
+    return f"{key}.{kind}"
 
 
 def _sealed(key: str, data: bytes) -> bytes:
     return _MAGIC + hashlib.sha256(key.encode() + data).digest() + data
 
 
-def _read(folder: int, key: str) -> bytes | None:
+def _read(folder: int, name: str, key: str) -> bytes | None:
     # Whatever stands there under this name, neither a link nor a pipe is followed or waited for.
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
-        file = os.open(_name(key), flags, dir_fd=folder)
+        file = os.open(name, flags, dir_fd=folder)
     except FileNotFoundError:
         return None
     except OSError as error:
         # Where the process lacks something, the entry is not to blame.
         if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
-            _remove(folder, _name(key))
+            _remove(folder, name)
         return None
     try:
         entry = _contents(file)
         data = entry[len(_MAGIC) + hashlib.sha256().digest_size :]
         if entry != _sealed(key, data):
-            _remove(folder, _name(key))
+            _remove(folder, name)
             return None
         # The time of the last use, by which entries are dropped. A file system that may only be
         # read still serves what it has.
@@ -162,14 +167,14 @@ def _contents(file: int) -> bytes:
         return stream.read()
 
 
-def _write(folder: int, key: str, entry: bytes) -> None:
-    temporary = f".{key}.{secrets.token_hex(8)}.tmp"
+def _write(folder: int, name: str, entry: bytes) -> None:
+    temporary = f".{name.partition('.')[0]}.{secrets.token_hex(8)}.tmp"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     file = os.open(temporary, flags, 0o600, dir_fd=folder)
     try:
         with open(file, "wb") as stream:
             stream.write(entry)
-        os.replace(temporary, _name(key), src_dir_fd=folder, dst_dir_fd=folder)
+        os.replace(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
     except BaseException:
         _remove(folder, temporary)
         raise
@@ -213,8 +218,8 @@ def _evict(folder: int) -> None:
 def _warn(error: _UnusableError) -> None:
     """Say once why there is no cache; the call that it is about goes on without."""
     text = (
-        f"compiled kernels are not kept on disk: {error}. Set GPUOPS_CACHE_DIR to a folder of your "
-        "own, or to nothing, which turns the cache off"
+        f"compiled kernels and measurements are not kept on disk: {error}. Set GPUOPS_CACHE_DIR to "
+        "a folder of your own, or to nothing, which turns the cache off"
     )
     if text not in _warned:
         _warned.add(text)

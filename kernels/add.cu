@@ -9,6 +9,7 @@
 /* The types of sums and products. */
 struct Arithmetic {
     static constexpr int INPUTS = 2;
+    static constexpr int64_t GRAIN_BYTES = EACH_LIGHT_BYTES;
 
     template <class Function>
     static bool with_type(Dtype dtype, Function function)

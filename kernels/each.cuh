@@ -3,7 +3,8 @@
  * A function is a type with
  *     template <class T> static HOST_DEVICE C compute(C first, ...)       C = Computes<T>::Type
  * where T is the dtype of the elements, and C what it is computed in: float for the 16-bit floats,
- * whose result is rounded once. Both sides run the same function:
+ * whose result is rounded once; GRAIN_BYTES of the result are worth a thread. Both sides run the
+ * same function:
  *
  *     each_on_cpu     ranges of the output over the worker pool. Stretches that are contiguous, or
  *                     repeat one element, are done by a loop that the compiler turns into vector
@@ -62,7 +63,9 @@ static inline bool each_has_avx2(void)
 #define EACH_LOOP _Pragma("GCC ivdep")
 
 constexpr int EACH_BUFFER_ITEMS = 512;
-constexpr int64_t EACH_GRAIN_BYTES = 128 << 10; /* what is worth waking a thread for */
+/* What is worth waking a thread for: of functions that memory keeps waiting, and of those with much
+ * to compute. */
+constexpr int64_t EACH_LIGHT_BYTES = 512 << 10, EACH_HEAVY_BYTES = 128 << 10;
 
 /* The stretches that have a loop of their own, by which inputs move on while the others repeat one
  * element: all do, or one of two is a scalar, or the first of three, as the factor of saxpy is. */
@@ -218,7 +221,7 @@ static void each_on_cpu(EachLoops *loops)
 #endif
     int64_t items = 1;
     for (int i = 0; i < loops->ndim; i++) items *= loops->counts[i];
-    parallel_for(items, EACH_GRAIN_BYTES / (int64_t)sizeof(T), function, loops);
+    parallel_for(items, Function::GRAIN_BYTES / (int64_t)sizeof(T), function, loops);
 }
 
 /* The GPU. */

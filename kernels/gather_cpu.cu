@@ -30,6 +30,34 @@ static inline Index read_index(const char *at)
     return index;
 }
 
+/* Rows by groups, whose indices are looked at together: that takes half of the time. Ends before
+ * the first group with an index beyond the axis, and returns how many rows that were. */
+template <class Index, int WIDTH>
+static int64_t copy_groups(char *out, const char *x, const char *indices, int64_t axis_stride,
+                           uint64_t size, uint64_t from_end, int64_t count)
+{
+    constexpr int GROUP = 8;
+    int64_t i = 0;
+    for (; i + GROUP <= count; i += GROUP) {
+        uint64_t places[GROUP];
+        bool is_beyond = false;
+        for (int k = 0; k < GROUP; k++) {
+            const char *at = indices + (i + k) * (int64_t)sizeof(Index);
+            places[k] = static_cast<uint64_t>(read_index<Index>(at));
+            is_beyond |= places[k] >= size;
+        }
+        if (is_beyond) { /* or negative, which is a large number here */
+            for (int k = 0; k < GROUP; k++) {
+                if (is_negative(static_cast<Index>(places[k]))) places[k] += from_end;
+                if (places[k] >= size) return i;
+            }
+        }
+        for (int k = 0; k < GROUP; k++)
+            memcpy(out + (i + k) * WIDTH, x + static_cast<int64_t>(places[k]) * axis_stride, WIDTH);
+    }
+    return i;
+}
+
 /* One stretch of an innermost loop that moves the indices, along an axis of one stride. PACKED says
  * that indices and rows follow one another, which lets the compiler see the strides. */
 template <class Index, int WIDTH, bool PACKED>
@@ -47,7 +75,10 @@ static bool copy_rows(MadeRows *work, const Loop &loop, char *out, const char *x
     const int64_t x_step = PACKED ? 0 : loop.x;
     const int64_t ahead = work->prefetch ? PREFETCH_DISTANCE : count;
     const bool streams = WIDTH == 0 && work->stream && row_bytes >= LEAST_STREAMED_ROW;
-    for (int64_t i = 0; i < count; i++) {
+    int64_t i = 0;
+    if (PACKED && WIDTH > 0 && !work->prefetch)
+        i = copy_groups<Index, WIDTH>(out, x, indices, axis_stride, size, from_end, count);
+    for (; i < count; i++) {
         if (i + ahead < count) {
             /* A prefetch cannot fault, so this index may be anything. */
             Index index = read_index<Index>(indices + (i + ahead) * index_step);
@@ -309,7 +340,7 @@ Status gather_on_cpu(const Call *call, const Gather &gather, int64_t index_count
             parallel_for(index_count, GRAIN_BYTES / (int64_t)sizeof(Index), check_range<Index>,
                          &work);
         if (work.bad == NULL && gather.row_bytes > 0)
-            parallel_for(rows, GRAIN_BYTES / (gather.row_bytes + 64) + 1,
+            parallel_for(rows, GRAIN_BYTES / (gather.row_bytes + (work.prefetch ? 64 : 16)) + 1,
                          gather_range_for<Index>(gather.row_bytes), &work);
     });
     pthread_mutex_destroy(&work.lock);

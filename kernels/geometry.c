@@ -10,6 +10,13 @@ int64_t view_items(const View *view)
     return items;
 }
 
+double view_count(const View *view, int begin, int end)
+{
+    double count = 1;
+    for (int i = begin; i < end; i++) count *= (double)view->shape[i];
+    return count;
+}
+
 bool view_is_packed(const View *view)
 {
     int64_t stride = view->item_bytes;

@@ -149,6 +149,8 @@ static inline void view_copy(View *target, const View *source)
 /* The dtype that NumPy gives a sum of these, taken from left to right. */
 Dtype result_dtype(const View *views, int count);
 int64_t view_items(const View *view);
+/* The product of the sizes of some axes, which may be more than any array can have. */
+double view_count(const View *view, int begin, int end);
 bool view_is_packed(const View *view); /* in C order, without gaps */
 void view_pack(View *view);            /* sets the strides to those of C order */
 /* From the lowest to the highest byte that a view touches, on addresses. */
@@ -172,6 +174,13 @@ typedef enum Border {
     BORDER_CONSTANT, /* k k k k | a b c d | k k k k */
     BORDER_WRAP,     /* a b c d | a b c d | a b c d */
 } Border;
+
+/* What a call does, which tells what its time grows with. */
+typedef enum WorkKind {
+    WORK_ELEMENTS, /* the bytes of the operands and the result */
+    WORK_ROWS,     /* of those that are moved one by one, and the lines of memory that they touch */
+    WORK_SUMS,     /* multiplications, each with an addition */
+} WorkKind;
 
 /* How a product of float32 matrices is computed. */
 typedef enum Precision { PRECISION_FULL, PRECISION_TF32 } Precision;
@@ -228,14 +237,24 @@ typedef struct Call {
     /* Between large arrays on the host, or NULL. Sets *done to false, and does nothing, where the
      * call is not for it. */
     Status (*run_in_parts)(struct Call *call, bool *done);
+    WorkKind work;
+    double operations; /* WORK_ROWS: rows; WORK_SUMS: multiplications */
 } Call;
 
 typedef struct Operator {
+    int number; /* of its row */
     const char *name;
     const char *signature; /* as Python writes it, between the parentheses */
     Status (*plan)(Call *);
     Status (*run)(Call *);
 } Operator;
+
+enum {
+#define OPERATOR(name, stem, signature, doc) OPERATOR_##name,
+#include "ops.def"
+#undef OPERATOR
+    OPERATORS
+};
 
 /* plan is for the caller's faults, run for the machine's (and for bad index values). */
 #define OPERATOR(name, stem, signature, doc)                                                       \
@@ -248,11 +267,13 @@ typedef struct Operator {
 typedef struct DeviceInfo {
     char name[256];
     int compute_major, compute_minor;
-    int multiprocessors;
+    int multiprocessors, clock_khz;
     int64_t memory_bytes;
 } DeviceInfo;
 
 Status cuda_device_count(int *count); /* never 0: a failure says why there is none */
+/* There is none, or none that this process can use, for as long as it lives. */
+bool cuda_is_absent(void);
 Status cuda_current_device(int *device);
 Status cuda_check_ordinal(int device); /* DEVICE_ERROR where there is no such device */
 Status cuda_device_info(int device, DeviceInfo *info);
@@ -336,6 +357,8 @@ typedef struct Pin Pin;
 
 Status pin_create(int device, const View *view, bool writable, Pin **pin);
 void pin_destroy(Pin *pin); /* calls CUDA */
+/* Whether kernels can read a view on the host where it is. Calls CUDA. */
+bool view_is_in_reach(const View *view);
 
 /* Memory from a pool of page-locked memory, at a multiple of 16 bytes. It is given back to the pool
  * when nothing is at work on it any more. What the pool can do without CUDA is done by the two that
@@ -366,8 +389,86 @@ Status copy_view(const View *target, const View *source, Stream *stream);
 /* Sets every element of a view on a device to one item. */
 Status fill_view_with(const View *target, const void *item, Stream *stream);
 
-/* The device of a call between host arrays: an ordinal or one of the names above is wanted. */
+/* The device of a call between host arrays: an ordinal or one of the names above is wanted, but for
+ * DEVICE_AUTO. */
 Status choose_device(int wanted, int *device);
+
+/* The ways that a call can take. */
+typedef enum RouteWay {
+    WAY_CPU,
+    WAY_CUDA,      /* host arrays go to a GPU, and the result comes back */
+    WAY_ZERO_COPY, /* the same, but what a kernel can read in page-locked memory stays there */
+    WAY_DEVICE,    /* between arrays that are on a GPU */
+} RouteWay;
+enum { MOST_CANDIDATES = WAY_ZERO_COPY + 1 };
+
+/* A way, and what a call would take on it. */
+typedef struct Candidate {
+    RouteWay way;
+    int device;
+    int64_t bytes_up, bytes_down;
+    double seconds; /* expected; -1: the machine was not measured */
+} Candidate;
+
+typedef struct Route {
+    int count;
+    Candidate candidates[MOST_CANDIDATES]; /* the CPU first */
+    int chosen;
+    const char *reason;
+} Route;
+
+/* How fast a machine is, by names of which rate_name lists all: seconds for a unit of work, by
+ * operator, and how fast one GPU is reached. */
+enum {
+    RATE_CPU_SMALL, /* of an operator: for operands that a core's own cache holds, */
+    RATE_CPU_LARGE, /* and for those that no cache of a core does; */
+    RATE_GPU,       /* for arrays on the GPU */
+    RATES_OF_OPERATOR
+};
+enum {
+    RATE_INTEGER_FACTOR = OPERATORS * RATES_OF_OPERATOR, /* sums of integers on the CPU */
+    RATE_GPU_DOUBLE_FACTOR,                              /* sums of float64 on the GPU, */
+    RATE_GPU_SHORT_FACTOR,                               /* and of 16-bit floats */
+    RATE_START,                                          /* of a call that goes to the GPU */
+    RATE_UP_SMALL,                                       /* a byte of short copies, */
+    RATE_UP_LARGE,                                       /* and of long ones */
+    RATE_DOWN_SMALL,
+    RATE_DOWN_LARGE,
+    RATES
+};
+const char *rate_name(int rate, char *text, size_t size);
+
+/* What is known of a machine, by device; DEVICE_CPU: of one without a GPU. */
+typedef enum Measured { MEASURED_NOT, MEASURED_UNDER_WAY, MEASURED_FAILED, MEASURED } Measured;
+Measured machine_measured(int device);
+/* Of those who come at once, one is to measure it, and to tell what came of it. That it could not
+ * be done holds for all but those who try again. */
+bool machine_claim(int device, bool again);
+void machine_tell(int device, Measured measured, const double rates[RATES]);
+/* STATUS_VALUE_ERROR where a rate is no positive number. */
+Status machine_check(const double rates[RATES]);
+/* Measures the rates, all but those of products of matrices on the CPU, which are left as they are.
+ */
+Status machine_measure(int device, double rates[RATES]);
+
+/* Whether a call takes less on the CPU than it takes to let other threads of Python go on. */
+bool call_is_brief(const Call *call);
+
+/* A call between host arrays whose plan is made. True: it runs on the CPU under DEVICE_AUTO
+ * whatever else there is. No call of CUDA. */
+bool route_is_clear(const Call *call);
+/* The candidates, and the one that is taken under DEVICE_AUTO. The device is that of the GPU, or
+ * DEVICE_AUTO for the current one. *unmeasured is the device that has to be measured before the
+ * choice can be made; else DEVICE_AUTO. Nothing fails: without a GPU, or one that can be used now,
+ * the CPU is the way. */
+void route_choose(const Call *call, int device, Route *route, int *unmeasured);
+/* What the time of the call on a device that it fits grows with. */
+double route_units(const Call *call);
+/* One way, on a device that is known. */
+void route_estimate(const Call *call, RouteWay way, int device, Candidate *candidate);
+/* Whether work between host arrays on a device would be refused or disturb: a stream of it is
+ * captured into a graph. */
+bool device_is_captured(int device);
 
 /* Runs an operator whose plan is made and whose views are complete, on call->device: between arrays
  * on that device if out is on it, where inputs from the host are brought there; else between host

@@ -425,6 +425,15 @@ bool pinned_reach(const char *host, int64_t bytes, void **there)
     return last - first == bytes - 1 && pinned_stretch(host, bytes) == bytes;
 }
 
+bool view_is_in_reach(const View *view)
+{
+    uintptr_t begin, end;
+    void *there;
+    if (view->device != DEVICE_CPU || view_items(view) == 0) return false;
+    view_extent(view, &begin, &end);
+    return pinned_reach(reinterpret_cast<const char *>(begin), (int64_t)(end - begin), &there);
+}
+
 /* The pool.
  *
  * To lock memory takes long, and whole pages. So it is locked in chunks, which are cut into blocks
@@ -728,6 +737,11 @@ Status pin_create(int, const View *, bool, Pin **)
 }
 
 void pin_destroy(Pin *) {}
+
+bool view_is_in_reach(const View *)
+{
+    return false;
+}
 
 Status pinned_allocate(int, int64_t, void **)
 {

@@ -180,6 +180,12 @@ Status cuda_device_count(int *count)
     return status;
 }
 
+bool cuda_is_absent(void)
+{
+    const bool probed = __atomic_load_n(&cuda.probed, __ATOMIC_ACQUIRE);
+    return cuda.forked || runtime_is_lost() || (probed && cuda.status != STATUS_OK);
+}
+
 Status cuda_check_ordinal(int device)
 {
     int count;
@@ -218,6 +224,7 @@ Status cuda_device_info(int device, DeviceInfo *info)
     info->compute_minor = properties.minor;
     info->multiprocessors = properties.multiProcessorCount;
     info->memory_bytes = (int64_t)properties.totalGlobalMem;
+    CUDA_TRY(cudaDeviceGetAttribute(&info->clock_khz, cudaDevAttrClockRate, device));
     return STATUS_OK;
 }
 
@@ -272,6 +279,11 @@ Status cuda_device_count(int *count)
     return fail(STATUS_DEVICE_ERROR,
                 "this gpuops was built without CUDA (GPUOPS_CUDA=0): install one with it, or use "
                 "device=\"cpu\"");
+}
+
+bool cuda_is_absent(void)
+{
+    return true;
 }
 
 Status cuda_current_device(int *device)

@@ -10,6 +10,7 @@
 
 struct Saxpy {
     static constexpr int INPUTS = 3;
+    static constexpr int64_t GRAIN_BYTES = EACH_LIGHT_BYTES;
 
     template <class Function>
     static bool with_type(Dtype dtype, Function function)

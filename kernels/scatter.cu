@@ -131,6 +131,8 @@ static Status plan(Call *call, bool adds)
         view_items(indices) > 0)
         return fail(STATUS_INDEX_ERROR, "cannot replace elements of an empty array");
 
+    call->work = WORK_ROWS;
+    call->operations = view_count(indices, 0, indices->ndim) * view_count(x, 0, call->axis);
     call->in_place = true;
     call->compute = x->dtype;
     call->cast_inputs = 2;

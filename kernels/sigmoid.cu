@@ -145,6 +145,7 @@ ALWAYS_INLINE static HOST_DEVICE inline Real sigmoid_of(Real x)
 template <class Sum>
 struct SigmoidOf {
     static constexpr int INPUTS = 1;
+    static constexpr int64_t GRAIN_BYTES = EACH_HEAVY_BYTES;
 
     template <class Function>
     static bool with_type(Dtype dtype, Function function)
@@ -178,6 +179,7 @@ struct SigmoidOf {
 
 struct SigmoidBackward {
     static constexpr int INPUTS = 2;
+    static constexpr int64_t GRAIN_BYTES = EACH_LIGHT_BYTES;
 
     template <class Function>
     static bool with_type(Dtype dtype, Function function)

@@ -266,6 +266,20 @@ bool device_is_capturing(int device)
     return capturing;
 }
 
+/* The legacy default stream waits for streams of other libraries, of which nothing is known here,
+ * and says so where one of them is captured. */
+bool device_is_captured(int device)
+{
+    int previous;
+    if (device_enter(device, &previous) != STATUS_OK) return false;
+    cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+    const cudaError_t code = cudaStreamIsCapturing(cudaStreamLegacy, &capture);
+    cuda_ignore(code);
+    const bool captured = code == cudaErrorStreamCaptureImplicit || device_is_capturing(device);
+    device_leave(device, previous);
+    return captured;
+}
+
 Status stream_drain(void *stream)
 {
     CUDA_TRY(cudaStreamSynchronize(static_cast<cudaStream_t>(stream)));
@@ -699,6 +713,11 @@ bool launches_block(void)
 }
 
 #else /* a build without CUDA */
+
+bool device_is_captured(int)
+{
+    return false;
+}
 
 static Status none(void)
 {

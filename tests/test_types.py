@@ -147,7 +147,12 @@ def names_in(path):
     body = ast.parse(path.read_text()).body
     # What is written in Python has its types in place, and its stub is an import.
     imports = [node for node in body if isinstance(node, ast.ImportFrom)]
-    return {name.name for node in imports if node.module == "_compile" for name in node.names} | {
+    return {
+        name.name
+        for node in imports
+        if node.module in ("_compile", "_route")
+        for name in node.names
+    } | {
         node.name if not isinstance(node, ast.AnnAssign) else node.target.id
         for node in body
         if isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.AnnAssign))

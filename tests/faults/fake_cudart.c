@@ -501,6 +501,7 @@ cudaError_t cudaDeviceGetAttribute(int *value, enum cudaDeviceAttr attribute, in
         {cudaDevAttrComputeCapabilityMinor, 0},
         {cudaDevAttrMultiProcessorCount, machine.multiprocessors},
         {cudaDevAttrMaxThreadsPerBlock, 1024},
+        {cudaDevAttrClockRate, 1980000},
         {cudaDevAttrL2CacheSize, 60 << 20},
         {cudaDevAttrMaxSharedMemoryPerBlock, 48 << 10},
         {cudaDevAttrMaxGridDimX, INT32_MAX},

@@ -1,0 +1,181 @@
+"""device="auto" beside each of the ways that it chooses from, and beside NumPy and SciPy.
+
+Whole calls on host arrays, for every operator and from 1 to 2**28 elements of float32, as far as
+memory suffices; products and filters up to 2**24, beyond which NumPy and SciPy take minutes. At the
+end stand the worst ratios: what it promises is never more than 1.05 times NumPy's time, nor more
+than 1.15 times that of the best way.
+"""
+
+import functools
+import math
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+
+import gpuops
+
+from .harness import Case, Contestant, Run, count_name
+
+try:
+    from scipy import ndimage
+except ImportError:
+    ndimage = None
+
+AUTO, CPU, GPU = 'gpuops, device="auto"', "gpuops on the CPU", "gpuops on the GPU"
+LARGEST, LARGEST_OF_SUMS, LARGEST_QUICK = 28, 24, 14
+NUMPY_RATIO, BEST_RATIO = 1.05, 1.15
+CASE_SECONDS = 1.0
+
+
+@dataclass
+class Operator:
+    """An operator: its inputs for a number of elements, and what NumPy or SciPy calls."""
+
+    inputs: Callable[[Run, int], list[numpy.ndarray]]
+    numpy: Callable[..., Any]
+    in_place: bool = False
+    largest: int = LARGEST
+    tolerance: float = 1e-5
+    peer: str = "NumPy"
+
+
+def _floats(run: Run, count: int, arrays: int) -> list[numpy.ndarray]:
+    return [run.random.random(count, dtype=numpy.float32) + 0.5 for _ in range(arrays)]
+
+
+def _rows(run: Run, count: int, values: int) -> list[numpy.ndarray]:
+    table, *rest = _floats(run, count, 1 + values)
+    return [table, run.random.integers(0, count, count), *rest]
+
+
+def _square(run: Run, count: int) -> numpy.ndarray:
+    side = math.isqrt(count)
+    return run.random.random((side, side), dtype=numpy.float32)
+
+
+def _assign(x: numpy.ndarray, indices: numpy.ndarray, values: numpy.ndarray) -> None:
+    x[indices] = values
+
+
+def operators() -> dict[str, Operator]:
+    """Name every operator of gpuops, with what it does."""
+
+    def elements(arrays: int, function: Callable[..., Any]) -> Operator:
+        return Operator(lambda run, count: _floats(run, count, arrays), function)
+
+    def rows(function: Callable[..., Any], values: int = 0, **options: Any) -> Operator:
+        return Operator(lambda run, count: _rows(run, count, values), function, **options)
+
+    found = {
+        "gather": rows(numpy.take),
+        "take": rows(numpy.take),
+        "take_along_axis": rows(lambda x, i: numpy.take_along_axis(x, i, -1)),
+        "scatter": rows(_assign, 1, in_place=True),
+        "scatter_add": rows(numpy.add.at, 1, in_place=True),
+        "add": elements(2, numpy.add),
+        "multiply": elements(2, numpy.multiply),
+        "saxpy": elements(2, lambda x, y: numpy.float32(2.5) * x + y),
+        "sigmoid": elements(1, lambda x: 1 / (1 + numpy.exp(-x))),
+        "sigmoid_backward": elements(2, lambda grad, y: grad * y * (1 - y)),
+        "matmul": Operator(
+            lambda run, count: [_square(run, count), _square(run, count)],
+            numpy.matmul,
+            largest=LARGEST_OF_SUMS,
+        ),
+    }
+    if ndimage is not None:
+        for name in ("correlate", "convolve"):
+            found[name] = Operator(
+                lambda run, count: [_square(run, count), run.random.random((5, 5))],
+                getattr(ndimage, name),
+                largest=LARGEST_OF_SUMS,
+                peer="SciPy",
+            )
+    return found
+
+
+def measure(run: Run) -> None:
+    """Measure every operator at every size, and name the worst of them."""
+    seconds, run.case_seconds = run.case_seconds, min(run.case_seconds, CASE_SECONDS)
+    first = len(run.cases)
+    for name, operator in operators().items():
+        for case in cases(run, name, operator):
+            run.measure(case)
+    run.case_seconds = seconds
+    if not run.quick:
+        summarize(run, run.cases[first:])
+
+
+def cases(run: Run, name: str, operator: Operator) -> Iterator[Case]:
+    """One case for each size."""
+    largest = min(operator.largest, LARGEST_QUICK) if run.quick else operator.largest
+    for power in [0, *range(4, largest + 1, 2)]:
+        if operator.largest == LARGEST_OF_SUMS and power % 2:
+            continue
+        if _memory_for(operator, 1 << power) <= _memory_free():
+            yield case_of(run, name, operator, 1 << power)
+
+
+def _memory_for(operator: Operator, count: int) -> int:
+    """Bytes that a case takes at most: operands, which each contestant may have copies of."""
+    arrays = 24 * (4 if operator.in_place else 1) + 5 * 4
+    return count * arrays
+
+
+def _memory_free() -> int:
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+
+
+def case_of(run: Run, name: str, operator: Operator, count: int) -> Case:
+    """All ways, and NumPy's, on the same arrays; those that are changed are everyone's own."""
+    inputs = operator.inputs(run, count)
+    ours = getattr(gpuops, name)
+    if name == "saxpy":
+        ours = functools.partial(ours, numpy.float32(2.5))
+
+    def contestant(function: Callable[..., Any]) -> Contestant:
+        if not operator.in_place:
+            return Contestant(function)
+        return Contestant(lambda x, *rest: (function(x, *rest), x)[1], convert=numpy.copy)
+
+    ways = {AUTO: "auto", CPU: "cpu"} | ({GPU: "cuda"} if gpuops.is_available() else {})
+    contestants = {
+        way: contestant(functools.partial(ours, device=device)) for way, device in ways.items()
+    }
+    contestants[operator.peer] = contestant(operator.numpy)
+
+    def reference(*arrays: numpy.ndarray) -> numpy.ndarray:
+        if not operator.in_place:
+            return operator.numpy(*arrays)
+        result = arrays[0].copy()
+        operator.numpy(result, *arrays[1:])
+        return result
+
+    name = f"auto: {name} of {count_name(count)} float32"
+    moved = sum(array.nbytes for array in inputs)
+    return Case(name, contestants, reference, (), [inputs], moved, tolerance=operator.tolerance)
+
+
+def summarize(run: Run, records: list[dict]) -> None:
+    """Print the worst ratios, and the cases in which the promise is broken."""
+    run.say("\nthe time under auto, in parts of that of NumPy or SciPy, and of the best way")
+    for what, others, most in (
+        ("NumPy or SciPy", ("NumPy", "SciPy"), NUMPY_RATIO),
+        ("the best way", (CPU, GPU), BEST_RATIO),
+    ):
+        ratios = []
+        for record in records:
+            results = record["results"]
+            found = [1 / results[name]["ratio"] for name in others if name in results]
+            if AUTO in results and found:
+                ratios.append((max(found), record["case"].removeprefix("auto: ")))
+        if not ratios:
+            continue
+        worst, where = max(ratios)
+        run.say(f"  {what}: at most {worst:.2f}, {where}; {most:g} promised")
+        for ratio, case in sorted(ratios, reverse=True):
+            if round(ratio, 2) > most:
+                run.say(f"    MISSED: {ratio:.2f} {case}")

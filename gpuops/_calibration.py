@@ -1,0 +1,103 @@
+"""What the cost model knows of a machine: measured once, and kept on disk beside compiled kernels.
+
+The C core runs the operators on the CPU and the GPU and times them; of products of matrices, which
+are NumPy's on the CPU, NumPy is timed here. An entry counts only for the machine that it was
+measured on: the processor, the threads that may be used, the GPU, the driver, and the versions of
+gpuops and NumPy are its key.
+"""
+
+import contextlib
+import json
+import os
+import platform
+import time
+from collections.abc import Callable
+
+import numpy
+
+from . import _cache, _core
+
+# Matrices of float32 that take about as long as the smaller and the larger calls of the others.
+_SMALL, _LARGE, _INTEGERS = 64, 384, 64
+_REPEATS = 4
+
+# What decides with how many threads NumPy multiplies.
+_BLAS_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+
+
+def calibrate(ordinal: int) -> None:
+    """Let the cost model know this machine with a GPU, or with -1 without one."""
+    key = _cache.key_of(_machine(ordinal))
+    with contextlib.suppress(ValueError):
+        _core._tell_rates(ordinal, _decoded(_load(key)))
+        return
+    rates = _core._measure_rates(ordinal)
+    _add_products(rates)
+    if ordinal < 0:
+        _fill_up(rates)
+    _core._tell_rates(ordinal, rates)
+    _cache.store(key, json.dumps(rates).encode(), _cache.CALIBRATION)
+
+
+def _load(key: str) -> bytes | None:
+    """Return the entry of a machine; that there is no cache is no reason to fail."""
+    try:
+        return _cache.load(key, _cache.CALIBRATION)
+    except RuntimeWarning:  # Warnings are made errors here.
+        return None
+
+
+def _machine(ordinal: int) -> list[bytes]:
+    """Name all that the rates depend on."""
+    facts = _core._config()
+    found = [
+        facts["version"], numpy.__version__, _processor(), facts["cpu_threads"],
+        [os.environ.get(name) for name in _BLAS_VARIABLES], facts["cuda_build"],
+        facts["cuda_driver"], _core._device_info(ordinal) if ordinal >= 0 else None,
+    ]  # fmt: skip
+    return [b"calibration", *(repr(fact).encode() for fact in found)]
+
+
+def _processor() -> str:
+    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as file:
+        for line in file:
+            name, _, value = line.partition(":")
+            if name.strip() == "model name":
+                return value.strip()
+    return f"{platform.machine()} {platform.processor()}"
+
+
+def _decoded(entry: bytes | None) -> dict[str, float]:
+    """Return the rates of an entry; ValueError where it holds none."""
+    rates = json.loads(entry) if entry is not None else None
+    if not isinstance(rates, dict) or any(type(rate) is not float for rate in rates.values()):
+        raise ValueError("no rates")
+    return rates
+
+
+def _add_products(rates: dict[str, float]) -> None:
+    matrices = [numpy.ones((size, size), numpy.float32) for size in (_SMALL, _LARGE)]
+    small, large = (_seconds_of_product(matrix) for matrix in matrices)
+    integers = _seconds_of_product(numpy.ones((_INTEGERS, _INTEGERS), numpy.int32))
+    rates["matmul.cpu_small"], rates["matmul.cpu_large"] = small, large
+    rates["integer_factor"] = max(integers / small, 1.0)
+
+
+def _seconds_of_product(matrix: numpy.ndarray) -> float:
+    """Return how long one multiplication takes, with its addition."""
+    out = numpy.empty_like(matrix)
+    return _fastest(lambda: numpy.matmul(matrix, matrix, out)) / len(matrix) ** 3
+
+
+def _fastest(call: Callable[[], object]) -> float:
+    times = []
+    for _ in range(_REPEATS):
+        started = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - started)
+    return max(min(times), 1e-9)
+
+
+def _fill_up(rates: dict[str, float]) -> None:
+    """Set what stands for a GPU where there is none, and is not looked at."""
+    rates.update({name: 1.0 for name, rate in rates.items() if not rate})

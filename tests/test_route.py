@@ -1,0 +1,663 @@
+"""device="auto", explain and last_route: the cost model, what it is measured by, and its choices.
+
+The cost model is the process's, so that all this happens in processes of their own, with rates that
+the test has made up, in a cache of their own.
+"""
+
+import importlib
+import json
+import re
+import time
+
+import numpy as np
+import pytest
+from helpers import run_child
+from operators import EXAMPLES, OPERATORS, ROOT, required_arguments
+
+# A machine with a fast GPU behind a slow link, where a unit of work takes the CPU a nanosecond.
+RATES = {"integer_factor": 10.0, "gpu_double_factor": 2.0, "gpu_short_factor": 0.125}
+RATES |= {"start": 1e-5, "up_small": 4e-11, "up_large": 2e-11}
+RATES |= {"down_small": 4e-11, "down_large": 2e-11}
+for operator in OPERATORS:
+    RATES |= {f"{operator.name}.cpu_{size}": 1e-9 for size in ("small", "large")}
+    RATES |= {f"{operator.name}.gpu": 1e-12}
+
+# Sources of child processes begin with this.
+PRELUDE = f"""
+import importlib, json, os, sys, time
+import numpy as np
+import gpuops
+sys.path.insert(0, {str(ROOT / "tests")!r})
+from faults.fake import Fake
+from operators import EXAMPLES, OPERATORS, is_in_place, required_arguments
+from pathlib import Path
+
+cache = importlib.import_module(gpuops.__name__ + "._cache")
+calibration = importlib.import_module(gpuops.__name__ + "._calibration")
+cudart = Path(gpuops.__path__[0]).parent / "cudart"
+fake = Fake(cudart) if cudart.is_dir() else None
+launches = lambda: fake.calls("cudaLaunchKernel")
+
+rates = json.loads({json.dumps(RATES)!r})
+
+def key():
+    return cache.key_of(calibration._machine(0))
+
+def keep(**changed):
+    rates.update(changed)
+    cache.store(key(), json.dumps(rates).encode(), cache.CALIBRATION)
+
+def kept():
+    found = cache.load(key(), cache.CALIBRATION)
+    return None if found is None else json.loads(found)
+
+def no_measuring(ordinal):
+    raise AssertionError("this machine was measured")
+
+def candidates(*args, **keywords):
+    return {{c.way: c for c in gpuops.explain(*args, **keywords).candidates}}
+
+def near(a, b):
+    assert abs(a - b) <= 1e-6 * abs(b), (a, b)
+
+x = np.arange(1 << 18, dtype="f4")
+"""
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory, monkeypatch):
+    """What this process measures is kept for the other tests, and not for the user."""
+    monkeypatch.setenv("GPUOPS_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
+@pytest.fixture
+def child(fake_device, tmp_path):
+    """Runs source after PRELUDE, on the fake runtime, with an empty cache."""
+
+    def run(source, **environment):
+        environment = {"GPUOPS_CACHE_DIR": str(tmp_path / "cache"), **environment}
+        return run_child(fake_device.gpuops, PRELUDE + source, **environment)
+
+    return run
+
+
+# The model, for which only the candidates are looked at.
+
+
+def test_the_bytes_that_each_way_moves(child):
+    child("""
+keep()
+def bytes_of(*args, **keywords):
+    found = candidates(*args, **keywords)
+    assert found["cpu"].bytes_up == found["cpu"].bytes_down == 0
+    return found["cuda"].bytes_up, found["cuda"].bytes_down
+n = 4096
+f4, f8, i8 = np.ones(n, "f4"), np.ones(n, "f8"), np.zeros(100, "i8")
+assert bytes_of("add", f4, f4) == (2 * 4 * n, 4 * n)
+assert bytes_of("add", f4, f8) == (2 * 8 * n, 8 * n)  # both go up as what is computed in
+assert bytes_of("add", f4, 1) == (4 * n, 4 * n)  # a number goes with the arguments of a kernel
+assert bytes_of("add", np.ones((8, 1), "f4"), f4) == (4 * 8 + 4 * n, 4 * 8 * n)
+assert bytes_of("add", np.broadcast_to(f4, (8, n)), f4) == (2 * 4 * n, 4 * 8 * n)
+assert bytes_of("sigmoid", f4) == (4 * n, 4 * n)
+assert bytes_of("saxpy", 2.0, f4, f4) == (2 * 4 * n, 4 * n)
+assert bytes_of("gather", f4, i8) == (4 * n + 800, 400)
+assert bytes_of("gather", np.ones((n, 3), "f4"), i8) == (12 * n + 800, 1200)
+assert bytes_of("scatter", f4, i8, np.float32(1)) == (4 * n + 800, 4 * n)
+assert bytes_of("scatter_add", f4, i8, np.ones(100, "f4")) == (4 * n + 1200, 4 * n)
+assert bytes_of("matmul", np.ones((8, 9)), np.ones((9, 4))) == (8 * (72 + 36), 8 * 32)
+assert bytes_of("correlate", np.ones((32, 32), "f4"), np.ones((3, 3))) == (4096, 4096)
+""")
+
+
+def test_the_time_that_each_way_takes(child):
+    child("""
+keep()
+def times(*args, **keywords):
+    found = candidates(*args, **keywords)
+    return found["cpu"].seconds, found["cuda"].seconds
+n = 1 << 21
+cpu, cuda = times("add", np.ones(n, "f4"), np.zeros(n, "f4"))
+near(cpu, 12e-9 * n)
+# Up to a part nothing goes on at the same time; far above one, the longest copy is all.
+down = 4 * n * 2e-11 * 2 ** (1 / 6)  # of 8 MiB, between those of 256 KiB and of 16 MiB
+near(cuda, 1e-5 + n * (2 * 4 * 2e-11 + 12e-12) + down)
+few = 1 << 14
+cpu, cuda = times("sigmoid", np.ones(few, "f4"))
+near(cpu, 8e-9 * few)
+near(cuda, 1e-5 + few * (8 * 4e-11 + 8e-12))
+cpu, cuda = times("add", np.zeros(1 << 30, "i1"), np.int8(1))
+assert 1e-5 + (1 << 30) * 2e-11 < cuda < 1.1 * ((1 << 30) * 2e-11)
+# Rows: what is moved, and the lines that are touched for it.
+i = np.zeros(1 << 16, "i8")
+cpu, cuda = times("gather", np.ones(n, "f4"), i)
+near(cpu, 1e-9 * (1 << 16) * (4 + 8 + 64))
+cpu, cuda = times("gather", np.ones((n // 64, 64), "f4"), i)
+near(cpu, 1e-9 * (1 << 16) * (256 + 8 + 256))
+# Sums: multiplications of float32, what others are worth of these, and no less than the memory.
+a = np.ones((256, 256), "f4")
+cpu, cuda = times("matmul", a, a)
+near(cpu, 1e-9 * 256**3)
+for dtype, on_cpu, on_gpu in [("f8", 2, 2), ("c8", 4, 4), ("c16", 8, 8), ("i4", 10, 4)]:
+    b = a.astype(dtype)
+    cpu, cuda = times("matmul", b, b)
+    near(cpu, on_cpu * 1e-9 * 256**3)
+    half = b[:, :128].copy().T[:, :64], b[:64, :128].copy()  # 32 Ki elements at most
+    cpu, cuda = times("matmul", *half)
+    near(cuda, 1e-5 + 3 * 128 * 64 * b.itemsize * 4e-11 + (128 * 128 - 8192) * b.itemsize * 4e-11
+         + on_gpu * 1e-12 * 64 * 128**2)
+cpu, cuda = times("correlate", a, np.ones((5, 5), "f4"))
+near(cpu, 1e-9 * 25 * 256**2)
+cpu, cuda = times("correlate", a.astype("f8"), np.ones((5, 5), "f4"))
+near(cpu, 2e-9 * 25 * 256**2)
+cpu, cuda = times("matmul", np.ones((1, 1 << 20), "f4"), np.ones((1 << 20, 1), "f4"))
+near(cpu, 1e-9 * (8 << 20))
+""")
+
+
+def test_rates_lie_between_those_that_were_measured(child):
+    child("""
+keep(**{"sigmoid.cpu_small": 1e-10, "sigmoid.cpu_large": 1e-9})
+def rate(count):
+    return candidates("sigmoid", np.ones(count, "f4"))["cpu"].seconds / (8 * count)
+found = [rate(1 << power) for power in range(8, 24)]
+assert found == sorted(found)
+near(found[0], 1e-10)
+near(found[-1], 1e-9)
+""")
+
+
+# The choice.
+
+
+def test_the_faster_way_is_taken(child):
+    child("""
+keep()
+for device, in_block in [("auto", None), (None, "auto")]:
+    for count, way in [(1 << 18, "cuda"), (100, "cpu")]:
+        x = np.random.default_rng(0).random(count)
+        before = launches()
+        if in_block is None:
+            result = gpuops.multiply(x, x, device=device)
+        else:
+            with gpuops.device(in_block):
+                result = gpuops.multiply(x, x)
+        assert (result == x * x).all()
+        assert (launches() > before) is (way == "cuda")
+        assert gpuops.last_route().way == way == gpuops.explain(
+            "multiply", x, x, device="auto").chosen.way
+print(gpuops.last_route().expected_seconds)
+""")
+
+
+def test_the_cpu_is_taken_where_that_is_faster(child):
+    child("""
+keep(up_small=1e-6, up_large=1e-6)
+x = np.random.default_rng(0).random(1 << 18)
+before = launches()
+assert (gpuops.multiply(x, x, device="auto") == x * x).all()
+assert launches() == before and gpuops.last_route().way == "cpu"
+route = gpuops.last_route()
+near(route.expected_seconds, 1e-9 * 3 * x.nbytes)
+""")
+
+
+def test_the_environment_asks_for_the_choice(child):
+    source = """
+keep()
+assert (gpuops.add(x, x) == 2 * x).all()
+assert gpuops.last_route().way == "cuda"
+"""
+    child(source, GPUOPS_DEVICE="auto")
+
+
+def test_a_small_call_makes_no_call_of_cuda_and_measures_nothing(child, tmp_path):
+    child("""
+calibration.calibrate = no_measuring
+small = np.arange(1000, dtype="f4")
+i = np.arange(1000) % 7
+calls = fake.calls()
+gpuops.gather(small, i, device="auto")
+gpuops.take(small, i, device="auto")
+gpuops.add(small, small, device="auto")
+gpuops.scatter_add(small, i, small, device="auto")
+gpuops.matmul(small[:900].reshape(30, 30), small[:900].reshape(30, 30), device="auto")
+gpuops.correlate(small.reshape(10, 100), np.ones((3, 3)), device="auto")
+assert gpuops.last_route().way == "cpu" and gpuops.last_route().expected_seconds is None
+assert fake.calls() == calls
+""")
+    assert not (tmp_path / "cache").exists()
+
+
+def test_what_is_known_saves_a_middling_call_from_asking_cuda(child):
+    child("""
+keep(start=1.0)
+x = np.ones(1 << 16, "f4")
+gpuops.explain("add", x, x)
+calls = fake.calls()
+gpuops.add(x, x, device="auto")
+assert fake.calls() == calls
+""")
+
+
+def test_results_are_the_same_whichever_way_is_taken(child):
+    """Calls that are as large as calls must be for a choice, on both sides of it."""
+    source = """
+keep(**json.loads(os.environ["RATES"]))
+random = np.random.default_rng(0)
+big = {name: random.random((256, 256)).astype("f4") for name in EXAMPLES}
+big |= {"indices": random.integers(0, 256, (40, 256)), "weights": random.random((3, 3))}
+big |= {"values": random.random(256).astype("f4")}
+for operator in OPERATORS:
+    args = [big[p] for p in operator.signature.split(", /")[0].split(", *")[0].split(", ")
+            if "=" not in p]
+    args = [a.copy() for a in args]
+    if operator.name == "take_along_axis":
+        args[1] = args[1].T.copy()
+    result = getattr(gpuops, operator.name)(*args, device="auto")
+    if is_in_place(operator):
+        result = args[0]
+    route = gpuops.last_route()
+    assert route.operator == operator.name and route.elapsed_seconds > 0
+    print(operator.name, route.way, repr(np.round(result.astype("f8").sum(), 1)))
+"""
+    slow = json.dumps({"up_small": 1.0, "up_large": 1.0})
+    on_gpu = child(source, RATES="{}").split("\n")
+    on_cpu = child(source, RATES=slow).split("\n")
+    assert all(" cuda " in line for line in on_gpu[:-1]), on_gpu
+    assert [line.replace(" cuda ", " cpu ") for line in on_gpu] == on_cpu
+    assert len(on_cpu) == len(OPERATORS) + 1
+
+
+def test_in_memory_that_is_short_the_cpu_is_taken(child):
+    child("""
+fake.set_memory_limit(1 << 30)
+keep()
+x, y = np.ones((4096, 2048)), np.ones(2048)
+assert gpuops.explain("matmul", x, y, device="auto").chosen.way == "cuda"
+fake.leave_free(100 << 20)
+assert gpuops.matmul(x, y, device="auto")[0] == 2048
+assert gpuops.last_route().way == "cpu"
+assert "no room" in gpuops.explain("matmul", x, y, device="auto").reason
+""")
+
+
+def test_a_captured_stream_is_left_alone(child):
+    child("""
+keep()
+stream = gpuops.Stream()
+fake.set_capturing(stream.ptr, True)
+measured = calibration.calibrate
+calibration.calibrate = no_measuring
+with stream:
+    assert (gpuops.add(x, x, device="auto") == 2 * x).all()
+assert gpuops.last_route().way == "cpu"
+assert "captured" in gpuops.explain("add", x, x, device="auto").reason
+calibration.calibrate = measured
+fake.set_capturing(stream.ptr, False)
+with stream:
+    assert (gpuops.add(x, x, device="auto") == 2 * x).all()
+assert gpuops.last_route().way == "cuda"
+fake.set_capturing(stream.ptr, True)
+with stream:
+    gpuops.add(x, x, device="auto")
+assert gpuops.last_route().way == "cpu"
+fake.set_capturing(stream.ptr, False)
+assert fake.take_misuse() == ""
+""")
+
+
+def test_an_error_of_the_call_is_raised_and_no_other_way_tried(child):
+    child("""
+keep()
+gpuops.add(x, x, device="auto")
+with_fault = fake.fail(1, 719, function="cudaLaunchKernel")
+with with_fault:
+    try:
+        gpuops.add(x, x, device="auto")
+    except gpuops.DeviceError:
+        print("raised")
+assert gpuops.last_route().way == "cuda"
+# After that the GPU is lost to the process, and the CPU goes on.
+assert (gpuops.add(x, x, device="auto") == 2 * x).all()
+assert gpuops.last_route().way == "cpu"
+""")
+
+
+def test_cuda_is_called_without_the_gil(child):
+    child("""
+seen = []
+calibration._core._measure_rates = lambda ordinal: dict(rates)
+calibration._add_products = lambda rates: None
+with fake.visit(lambda name, with_gil: seen.append((name, with_gil))):
+    gpuops.add(x, x, device="auto")
+    gpuops.explain("add", x, x, device="auto")
+assert seen and not [name for name, with_gil in seen if with_gil], seen
+""")
+
+
+@pytest.mark.parametrize("driver", ["none", "no-device"])
+def test_without_a_gpu_the_cpu_is_the_only_way(child, driver):
+    child(
+        """
+assert (gpuops.add(x, x, device="auto") == 2 * x).all()
+found = gpuops.explain("add", x, x, device="auto")
+assert found.chosen.way == "cpu" and len(found.candidates) == 1 and "no GPU" in found.reason
+assert 0 < found.chosen.seconds < 10
+try:
+    gpuops.explain("add", x, x, device="cuda")
+except gpuops.DeviceError as error:
+    assert "add" in str(error)
+else:
+    raise AssertionError("no DeviceError")
+""",
+        GPUOPS_FAKE_DRIVER=driver,
+    )
+
+
+def test_a_forked_child_takes_the_cpu(child):
+    child("""
+import warnings
+warnings.simplefilter("ignore", DeprecationWarning)
+keep()
+gpuops.add(x, x, device="auto")
+assert gpuops.last_route().way == "cuda"
+child = os.fork()
+if child == 0:
+    good = (gpuops.add(x, x, device="auto") == 2 * x).all() and gpuops.last_route().way == "cpu"
+    os._exit(0 if good else 1)
+assert os.waitpid(child, 0)[1] == 0
+""")
+
+
+# What is measured.
+
+
+def test_a_machine_is_measured_once_and_kept(child):
+    source = """
+print(gpuops.explain("gather", x, [0]).chosen.seconds is not None, kept() is not None)
+assert set(kept()) == set(rates) and all(0 < rate < 1e3 for rate in kept().values())
+gpuops.empty_cache()
+live, misuse = fake.live(), fake.take_misuse()
+assert live.streams == 0 and live.allocations == 1 and not misuse, (live.allocations, misuse)
+"""
+    assert child(source) == "True True\n"
+    again = """
+gpuops._core._measure_rates = no_measuring
+before = kept()
+gpuops.add(x, x, device="auto")
+near(candidates("add", x, x)["cpu"].seconds, gpuops.explain("add", x, x).candidates[0].seconds)
+assert gpuops.explain("add", x, x).chosen.seconds is not None and kept() == before
+"""
+    assert child(again) == ""
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [b"", b"{}", b"[1]", b"\xff", b"null", b'{"start": 1.0}', "negative", "text", "of another"],
+)
+def test_an_entry_that_is_no_use_is_measured_anew(child, entry):
+    child(f"""
+entry = {entry!r}
+good = dict(rates)
+calibration._core._measure_rates = lambda ordinal: dict(good)
+calibration._add_products = lambda rates: None
+if entry == "negative":
+    keep(start=-1.0)
+elif entry == "text":
+    keep(start="soon")
+elif entry == "of another":
+    machine = calibration._machine
+    calibration._machine = lambda ordinal: [*machine(ordinal), b"another"]
+    keep(start=2.0)
+    calibration._machine = machine
+else:
+    cache.store(key(), entry, cache.CALIBRATION)
+near(candidates("add", x[:1], x[:1])["cuda"].seconds, 1e-5 + 12 * 4e-11 + 12e-12 - 8 * 4e-11)
+assert kept() == good
+""")
+
+
+def test_each_fact_of_a_machine_counts(child):
+    child("""
+import platform
+calibration._core._measure_rates = no_measuring
+keys = {key()}
+real = calibration._core._config
+facts = real()
+for name in ("version", "cpu_threads", "cuda_build", "cuda_driver"):
+    calibration._core._config = lambda: {**facts, name: "another"}
+    keys.add(key())
+calibration._core._config = real
+os.environ["OMP_NUM_THREADS"] = "77"
+keys.add(key())
+processor = calibration._processor
+assert processor()
+calibration._processor = lambda: "another"
+keys.add(key())
+info = calibration._core._device_info
+calibration._core._device_info = lambda ordinal: ("another", *info(ordinal)[1:])
+keys.add(key())
+assert len(keys) == 8, len(keys)
+""")
+
+
+def test_a_damaged_file_is_measured_anew(child):
+    child("""
+calibration._core._measure_rates = lambda ordinal: dict(rates)
+calibration._add_products = lambda rates: None
+keep()
+(path,) = Path(os.environ["GPUOPS_CACHE_DIR"]).iterdir()
+path.write_bytes(path.read_bytes()[:-1] + b"!")
+assert gpuops.explain("add", x, x).chosen.way == "cuda"
+assert kept() == rates
+""")
+
+
+@pytest.mark.parametrize("filters", ["ignore", "error"])
+def test_a_folder_that_cannot_be_used_is_survived(child, tmp_path, filters):
+    (tmp_path / "file").write_text("")
+    child(
+        f"""
+import warnings
+warnings.simplefilter({filters!r})
+measured = []
+calibration._core._measure_rates = lambda ordinal: measured.append(1) or dict(rates)
+calibration._add_products = lambda rates: None
+for _ in range(3):
+    gpuops.add(x, x, device="auto")
+    assert gpuops.last_route().way == "cuda"
+assert measured == [1]
+""",
+        GPUOPS_CACHE_DIR=str(tmp_path / "file"),
+    )
+
+
+def test_a_machine_that_cannot_be_measured_takes_the_cpu(child):
+    child("""
+tries = []
+def fail(ordinal):
+    tries.append(ordinal)
+    raise gpuops.DeviceError("no")
+calibration._core._measure_rates = fail
+for _ in range(3):
+    assert (gpuops.add(x, x, device="auto") == 2 * x).all()
+    assert gpuops.last_route().way == "cpu"
+assert tries == [0]
+# explain tries again.
+found = gpuops.explain("add", x, x, device="auto")
+assert tries == [0, 0] and "could not be measured" in found.reason
+assert [c.seconds for c in found.candidates] == [None, None]
+""")
+
+
+@pytest.mark.parametrize("function", ["cudaMallocFromPoolAsync", "cudaStreamCreateWithPriority"])
+def test_a_failure_of_cuda_while_measuring_is_not_raised(child, function):
+    child(f"""
+with fake.fail(1, 2, mode="from then on", function={function!r}):
+    assert (gpuops.add(x, x, device="auto") == 2 * x).all()
+    assert gpuops.last_route().way == "cpu"
+assert kept() is None
+gpuops.empty_cache()
+live = fake.live()
+assert live.allocations == 0 and live.streams == 0, (live.allocations, live.streams)
+""")
+
+
+def test_an_interrupt_while_measuring_is_for_the_program(child):
+    child("""
+def interrupt(ordinal):
+    raise KeyboardInterrupt
+measure = calibration._core._measure_rates
+calibration._core._measure_rates = interrupt
+out = np.full_like(x, 7)
+for call in (lambda: gpuops.add(x, x, out=out, device="auto"), lambda: gpuops.explain("add", x, x)):
+    try:
+        call()
+    except KeyboardInterrupt:
+        assert (out == 7).all()
+    else:
+        raise AssertionError("no KeyboardInterrupt")
+# It says nothing about the machine.
+calibration._core._measure_rates = lambda ordinal: dict(rates)
+calibration._add_products = lambda rates: None
+gpuops.add(x, x, out=out, device="auto")
+assert gpuops.last_route().way == "cuda" and (out == 2 * x).all()
+""")
+
+
+def test_threads_that_come_first_measure_once(child):
+    child("""
+from helpers import run_threads
+measured = []
+def slowly(ordinal):
+    measured.append(1)
+    time.sleep(0.3)
+    return dict(rates)
+calibration._core._measure_rates = slowly
+calibration._add_products = lambda rates: None
+ways = []
+def work():
+    assert (gpuops.add(x, x, device="auto") == 2 * x).all()
+    ways.append(gpuops.last_route().way)
+run_threads([work] * 4)
+assert measured == [1] and ways == ["cpu"] * 3 + ["cuda"], (measured, ways)
+work()
+assert ways[-1] == "cuda"
+""")
+
+
+# explain and last_route.
+
+
+@pytest.fixture
+def known(gpuops, cache):
+    """The machine need not be measured in this process."""
+    calibration = importlib.import_module(f"{gpuops.__name__}._calibration")
+    for ordinal in range(-1, gpuops.device_count()):
+        key = calibration._cache.key_of(calibration._machine(ordinal))
+        calibration._cache.store(key, json.dumps(RATES).encode(), "calibration")
+
+
+def test_explain_and_last_route_know_every_operator(gpuops, device, known):
+    with gpuops.device(device.spec):
+        for operator in OPERATORS:
+            function = getattr(gpuops, operator.name)
+            args = required_arguments(operator)
+            found = gpuops._core._explain(operator.name, *args)
+            name, candidates, chosen, reason = found
+            assert name == operator.name and reason
+            assert candidates[chosen][0] == device.spec
+            # Nothing was done.
+            for arg, fresh in zip(args, required_arguments(operator), strict=True):
+                assert np.array_equal(arg, fresh)
+            function(*args)
+            route = gpuops.last_route()
+            assert route.operator == operator.name
+            assert route.way == device.spec
+            assert route.device == ("cpu" if device.spec == "cpu" else "cuda:0")
+            assert route[3:5] == candidates[chosen][2:4]
+            assert 0 < route.elapsed_seconds < 60
+
+
+def test_explain_takes_a_function_or_its_name(gpuops, known):
+    args = required_arguments(OPERATORS[0])
+    by_name = gpuops.explain(OPERATORS[0].name, *args)
+    assert gpuops.explain(getattr(gpuops, OPERATORS[0].name), *args)[2:] == by_name[2:]
+    for wrong, error in [(7, TypeError), ("there is none", ValueError), (np.add, None)]:
+        if error is None:
+            assert gpuops.explain(wrong, *args).operator == "add"
+            continue
+        with pytest.raises(error):
+            gpuops.explain(wrong, *args)
+    with pytest.raises(TypeError):
+        gpuops._core._explain()
+
+
+def test_explain_is_a_table(gpuops, known):
+    text = repr(gpuops.explain("add", EXAMPLES["x"], EXAMPLES["y"]))
+    first, heads, *rows = text.split("\n")
+    assert first.startswith("add runs on ")
+    assert re.split("  +", heads.strip()) == [
+        "way", "device", "bytes up", "bytes down", "expected",
+    ]  # fmt: skip
+    assert sum(row.startswith(">") for row in rows) == 1
+    assert all(re.search(r"( (s|ms|us)|-)$", row) for row in rows), text
+
+
+def test_explain_refuses_what_the_call_refuses(gpuops, known):
+    with pytest.raises(IndexError, match="integer"):
+        gpuops.explain("gather", np.ones(3), np.ones(3))
+    with pytest.raises(ValueError, match="broadcast"):
+        gpuops.explain("add", np.ones(3), np.ones(4))
+    with pytest.raises(TypeError, match="missing required argument 'indices'"):
+        gpuops.explain("gather", np.ones(3))
+    with pytest.raises(ValueError, match="read-only"):
+        gpuops.explain("scatter", np.broadcast_to(1.0, 3), [0], 1.0)
+    with pytest.raises(ValueError, match="unknown device"):
+        gpuops.explain("add", np.ones(3), 1, device="here")
+
+
+def test_explain_makes_nothing_and_runs_nothing(gpu):
+    before = gpu.fake.calls("cudaLaunchKernel"), gpu.fake.live().allocations if gpu.fake else None
+    target = np.zeros(5)
+    gpu.gpuops.explain("scatter", target, [1], 2.0)
+    huge = np.broadcast_to(np.float32(1), (1 << 30, 1 << 20))
+    found = gpu.gpuops.explain("sigmoid", huge)
+    assert found.candidates[-1].bytes_down == 1 << 52
+    assert not target.any()
+    if gpu.fake:
+        after = gpu.fake.calls("cudaLaunchKernel"), gpu.fake.live().allocations
+        assert before == after
+
+
+def test_arrays_on_a_gpu_stay_there(gpu):
+    gpuops = gpu.gpuops
+    x = gpuops.to_device(np.arange(5.0))
+    found = gpuops.explain("add", x, np.ones(5), device="auto")
+    assert found.chosen == ("device", "cuda:0", 40, 0, None)
+    assert found.candidates == (found.chosen,)
+    assert gpuops.add(x, np.ones(5), device="auto").to_host().tolist() == [1, 2, 3, 4, 5]
+    assert gpuops.last_route() == ("add", "device", "cuda:0", 0, 0, None, None)
+
+
+def test_the_elapsed_time_is_that_of_the_call(gpuops):
+    x = np.ones(1 << 20)
+    started = time.perf_counter()
+    gpuops.sigmoid(x, device="cpu")
+    ended = time.perf_counter()
+    # A small part of it is what reads the arguments.
+    assert 0 < gpuops.last_route().elapsed_seconds <= 1.01 * (ended - started)
+
+
+def test_each_thread_has_its_own_last_route(gpuops):
+    from helpers import run_threads
+
+    gpuops.add(np.ones(3), 1, device="cpu")
+
+    def work():
+        assert gpuops.last_route() is None
+        gpuops.multiply(np.ones(3), 1, device="cpu")
+        assert gpuops.last_route().operator == "multiply"
+
+    run_threads([work, work])
+    assert gpuops.last_route().operator == "add"
