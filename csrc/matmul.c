@@ -16,6 +16,29 @@ static PyObject *numpy_matmul(State *state)
     return state->numpy_matmul;
 }
 
+/* Where NumPy's ufuncs run out of memory they may fail without an exception, and Python takes that
+ * for an error of its own. All other errors stay as they are. */
+static void name_silent_failure(void)
+{
+    static const char *const SILENT = "returned NULL without setting an exception";
+    PyObject *type, *value, *traceback;
+    PyErr_Fetch(&type, &value, &traceback);
+    PyErr_NormalizeException(&type, &value, &traceback);
+    PyObject *text = PyObject_Str(value);
+    const char *said = text == NULL ? NULL : PyUnicode_AsUTF8AndSize(text, NULL);
+    const bool is_silent = said == NULL || strstr(said, SILENT) != NULL;
+    Py_XDECREF(text);
+    PyErr_Clear(); /* no memory for the text either */
+    if (!is_silent) {
+        PyErr_Restore(type, value, traceback);
+        return;
+    }
+    Py_XDECREF(type);
+    Py_XDECREF(value);
+    Py_XDECREF(traceback);
+    PyErr_NoMemory();
+}
+
 /* numpy.matmul(a, b, out), on plain arrays: those of a subclass would come back to it. */
 static int multiply(State *state, PyArrayObject *a, PyArrayObject *b, PyArrayObject *out)
 {
@@ -29,9 +52,7 @@ static int multiply(State *state, PyArrayObject *a, PyArrayObject *b, PyArrayObj
     }
     if (ready) result = PyObject_CallFunctionObjArgs(function, plain[0], plain[1], plain[2], NULL);
     const int status = result == NULL ? -1 : 0;
-    /* NumPy does not say so where it runs out of memory, and Python takes that for an error of its
-     * own. */
-    if (ready && status < 0 && PyErr_ExceptionMatches(PyExc_SystemError)) PyErr_NoMemory();
+    if (ready && status < 0 && PyErr_ExceptionMatches(PyExc_SystemError)) name_silent_failure();
     Py_XDECREF(result);
     for (int i = 0; i < 3; i++) Py_XDECREF(plain[i]);
     return status;

@@ -109,13 +109,6 @@ static PyObject *pin_enter(PyObject *self, PyObject *unused)
     return NULL;
 }
 
-static PyObject *pin_exit(PyObject *self, PyObject *args)
-{
-    (void)args;
-    unpin((PinObject *)self);
-    Py_RETURN_NONE;
-}
-
 static PyObject *pin_get_locked(PyObject *self, void *unused)
 {
     (void)unused;
@@ -141,7 +134,7 @@ static PyMethodDef pin_methods[] = {
      "Unlock the memory, unless somebody else has pinned it too; once is enough.\n\n"
      "What gpuops copies meanwhile in other threads is finished first."},
     {"__enter__", pin_enter, METH_NOARGS, "__enter__($self)\n--\n\nThe pin itself."},
-    {"__exit__", pin_exit, METH_VARARGS,
+    {"__exit__", pin_release, METH_VARARGS,
      "__exit__($self, *exception)\n--\n\nThe same as `release`."},
     {NULL, NULL, 0, NULL},
 };

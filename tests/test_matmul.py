@@ -893,3 +893,18 @@ def test_an_output_that_lies_at_half_a_number(gpu, dtype, offset, size):
     gpuops.matmul(gpuops.to_device(a), gpuops.to_device(b), out=out)
     found = memory.to_host()[offset : offset + a.nbytes].copy().view(dtype).reshape(size, size)
     np.testing.assert_array_equal(found, a @ b)
+
+
+def test_errors_of_numpy_stay_as_they_are(cpu_device, monkeypatch):
+    """But one that it has no words for: NumPy has found no memory."""
+
+    def fails(a, b, out):
+        raise error
+
+    monkeypatch.setattr(np, "matmul", fails)
+    error = SystemError("out of luck")
+    with pytest.raises(SystemError, match="^out of luck$"):
+        cpu_device.gpuops.matmul(np.eye(2), np.eye(2), device="cpu")
+    error = SystemError("<ufunc 'matmul'> returned NULL without setting an exception")
+    with pytest.raises(MemoryError):
+        cpu_device.gpuops.matmul(np.eye(2), np.eye(2), device="cpu")
