@@ -27,7 +27,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent.parent
 TABLE = Path(__file__).with_name("plants.toml")
 
-DEADLINE = 300  # seconds for a check; a bug that makes it hang is caught by that
+DEADLINE = 300  # seconds for a check that has a processor; a bug that makes it hang is caught so
 TROUBLES = (2, 3, 4, 5)  # exit statuses of pytest that say nothing about the code
 RACE = 66  # the exit status where TSan reports
 
@@ -81,7 +81,7 @@ def build(tree, under=""):
         sys.exit(f"the build failed:\n{result.stdout}")
 
 
-def run_check(tree, checks, deadline=DEADLINE, under=""):
+def run_check(tree, checks, deadline, under=""):
     """Runs tests; how it ended, and what was printed."""
     package = "build/fake-tsan" if under == "thread" else "build/fake"
     command = [sys.executable, "-m", "pytest", "-x", "-v", "-p", "no:cacheprovider"]
@@ -127,22 +127,26 @@ def try_plants(plants, folder, jobs):
             checks = [shlex.split(plant.check) for plant in plants if plant.under == under]
             checks = sorted({word for words in checks for word in words})
             parts = [checks[start::jobs] for start in range(min(jobs, len(checks)))]
-            try_part = partial(run_check, clean, deadline=len(checks) * DEADLINE, under=under)
+            deadline = len(checks) * jobs * DEADLINE
+            try_part = partial(run_check, clean, deadline=deadline, under=under)
             for ending, output in pool.map(try_part, parts):
                 if ending != "passes":
                     found = f"{culprit(ending, output)} {ending}"
                     sys.exit(f"without a bug, {found}:\n{output[-4000:]}")
-        yield from pool.map(lambda plant: try_plant(plant, clean, folder / plant.name), plants)
+        deadline = jobs * DEADLINE
+        yield from pool.map(
+            lambda plant: try_plant(plant, clean, folder / plant.name, deadline), plants
+        )
 
 
-def try_plant(plant, clean, tree):
+def try_plant(plant, clean, tree, deadline):
     # Compiled files are current in every copy. What is linked is not, because it names the folder
     # that it was linked in, and is looked for there: it is linked anew for each.
     started = time.monotonic()
     shutil.copytree(clean, tree, symlinks=True)
     Path(tree, plant.file).write_text(plant.planted(tree))
     build(tree, plant.under)
-    ending, output = run_check(tree, shlex.split(plant.check), under=plant.under)
+    ending, output = run_check(tree, shlex.split(plant.check), deadline, plant.under)
     shutil.rmtree(tree)
     caught = None if ending == "passes" else culprit(ending, output)
     return plant, caught, time.monotonic() - started
