@@ -5,6 +5,7 @@ arrays are on the host, on the fake runtime or on a real GPU, stands for those o
 """
 
 import array
+import contextlib
 import ctypes
 import gc
 import os
@@ -1050,6 +1051,22 @@ def test_to_object(gpu, table, wrong):
         gpuops.synchronize()
         gpuops.empty(1)
     assert producer.deleted == 1
+
+
+@pytest.mark.parametrize("flags", [0, READ_ONLY])
+def test_to_object_may_be_read_only(gpu, table, flags):
+    gpuops = gpu.gpuops
+    managed = Producer(gpuops.to_device(HOST), flags=flags).managed()
+    _, address = call_out(table.to_object, capsules.TO_OBJECT, ctypes.addressof(managed))
+    d = ctypes.cast(address, ctypes.py_object).value
+    ctypes.pythonapi.Py_DecRef(ctypes.py_object(d))
+    refused = pytest.raises(ValueError, match="read-only")
+    with refused if flags else contextlib.nullcontext():
+        d.fill(0)
+    assert (d.to_host() == (HOST if flags else 0)).all()
+    del d
+    gpuops.synchronize()
+    gpuops.empty(1)
 
 
 def test_to_object_of_host_memory(gpu, table):

@@ -3,6 +3,7 @@
 On the fake a kernel is what the test gives as its host twin; everything before and after is real.
 """
 
+import contextlib
 import gc
 import re
 import threading
@@ -271,31 +272,39 @@ def test_arrays_without_elements(gpu, saxpy):
     saxpy[1, 1](1, gpu.gpuops.to_device(empty), gpu.gpuops.empty(0, "f4"), 0)
 
 
+FIND = """
+extern "C" __global__ void find(float *x, int last, unsigned long long *address)
+{
+    *address = reinterpret_cast<unsigned long long>(x);
+    x[last] = x[0] + 4;
+}
+"""
+FIND_TYPES = (("x", "float32*"), ("last", "int32"), ("address", "uint64*"))
+
+
+@contextlib.contextmanager
+def find_address(gpu):
+    """A kernel that tells where its first argument lies, and writes to the last element there."""
+
+    def twin(launch):
+        x, last, address = launch.read("p", "i4", "p")
+        device_array(address, 1, "u8")[0] = x
+        values = device_array(x, last + 1, "f4")
+        values[last] = values[0] + 4
+
+    if gpu.fake is not None:
+        gpu.fake.set_scheduler("lazy")
+    with twins(gpu, find=twin):
+        yield load(gpu, FIND, {"find": FIND_TYPES})["find"][1, 1]
+
+
 @pytest.mark.parametrize("word", [None, "In", "Out", "InOut"])
 def test_page_locked_arrays_are_used_in_place(gpu, word):
     """The kernel has their own address, and the launch waits until it is done with them."""
-    source = """
-extern "C" __global__ void find(float *x, unsigned long long *address)
-{
-    *address = reinterpret_cast<unsigned long long>(x);
-    x[1] = x[0] + 4;
-}
-"""
-
-    def twin(launch):
-        x, address = launch.read("p", "p")
-        device_array(address, 1, "u8")[0] = x
-        values = device_array(x, 2, "f4")
-        values[1] = values[0] + 4
-
-    types = (("x", "float32*"), ("address", "uint64*"))
-    if gpu.fake is not None:
-        gpu.fake.set_scheduler("lazy")
     address = gpu.gpuops.zeros(1, "u8")
-    with twins(gpu, find=twin), page_locked(gpu, np.array([1, 2], np.float32)) as x:
-        find = load(gpu, source, {"find": types})["find"]
+    with find_address(gpu) as find, page_locked(gpu, np.array([1, 2], np.float32)) as x:
         argument = x if word is None else getattr(gpu.gpuops, word)(x)
-        assert copies(gpu, lambda: find[1, 1](argument, address)) in (None, 0)
+        assert copies(gpu, lambda: find(argument, 1, address)) in (None, 0)
         assert x.tolist() == [1, 5]
         assert address.to_host()[0] == x.ctypes.data
 
@@ -303,28 +312,11 @@ extern "C" __global__ void find(float *x, unsigned long long *address)
 @pytest.mark.parametrize("locked", ["all", "the ends", "in pieces"])
 def test_what_pin_has_locked(gpu, locked):
     """A kernel works in place on what was locked in one piece, from its first byte to its last."""
-    source = """
-extern "C" __global__ void find(float *x, unsigned long long *address)
-{
-    *address = reinterpret_cast<unsigned long long>(x);
-    x[999] = x[0] + 4;
-}
-"""
-
-    def twin(launch):
-        x, address = launch.read("p", "p")
-        device_array(address, 1, "u8")[0] = x
-        values = device_array(x, 1000, "f4")
-        values[999] = values[0] + 4
-
-    types = (("x", "float32*"), ("address", "uint64*"))
-    if gpu.fake is not None:
-        gpu.fake.set_scheduler("lazy")
     x, address = np.ones(1000, np.float32), gpu.gpuops.zeros(1, "u8")
     parts = {"all": [x], "the ends": [x[:10], x[-10:]], "in pieces": [x[:500], x[500:]]}[locked]
     pins = [gpu.gpuops.pin(part) for part in parts]
-    with twins(gpu, find=twin):
-        load(gpu, source, {"find": types})["find"][1, 1](x, address)
+    with find_address(gpu) as find:
+        find(x, 999, address)
         assert x[0] == 1 and x[999] == 5
         assert (address.to_host()[0] == x.ctypes.data) == (locked == "all")
     for pin in pins:
