@@ -21,7 +21,8 @@ static struct {
     Failure failure = {};
 } cuda;
 
-/* The errors of which the runtime's header says that the process must be started anew. */
+/* The errors of which the runtime's header says that the process must be started anew, and those of
+ * memory and of NVLink that nothing can correct. */
 static bool is_fatal(cudaError_t code)
 {
     switch (code) {
@@ -39,6 +40,7 @@ static bool is_fatal(cudaError_t code)
     case cudaErrorAssert:
     case cudaErrorECCUncorrectable:
     case cudaErrorNvlinkUncorrectable:
+    case cudaErrorMpsClientTerminated:
         return true;
     default:
         return false;

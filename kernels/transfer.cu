@@ -241,18 +241,30 @@ static Status copy_stretch(char *host, char *device, int64_t bytes, void *stream
  * A ring is lent to one copy at a time. The last chunks of a copy up may still be on their way when
  * the ring is given back; whoever has it next waits for its events, buffer by buffer. */
 
+#ifdef GPUOPS_FAKE_CUDA
+/* Tests divide these sizes, so that small copies go through rings too. */
+extern "C" int64_t fake_cuda_ring_bytes(int64_t bytes);
+struct RingBytes {
+    constexpr RingBytes(int64_t bytes) : bytes(bytes) {}
+    operator int64_t() const { return fake_cuda_ring_bytes(bytes); }
+    int64_t bytes;
+};
+#else
+using RingBytes = int64_t;
+#endif
+
 constexpr int RING_BUFFERS = 6;   /* some with the workers, the others with the copy engine: */
 constexpr int OPENED_BUFFERS = 3; /* so that nobody is idle while the last slices are copied */
 static_assert(OPENED_BUFFERS < RING_BUFFERS, "the copy engine would have none");
-constexpr int64_t BUFFER_BYTES = 4 << 20; /* long enough for the bus to take no note of the gaps */
-constexpr int64_t RING_BYTES = RING_BUFFERS * BUFFER_BYTES;
+/* Long enough for the bus to take no note of the gaps. */
+constexpr RingBytes BUFFER_BYTES = 4 << 20;
 /* What a worker takes at a time: long against the taking, short against the wait for the last. */
-constexpr int64_t SLICE_BYTES = 256 << 10;
+constexpr RingBytes SLICE_BYTES = 256 << 10;
 constexpr int MOST_COPIERS = 8;                 /* with the caller more than enough for the bus */
 constexpr int MOST_MAKERS = 15;                 /* of bytes from all over the memory */
 constexpr int64_t PATIENCE_MICROSECONDS = 1000; /* of the caller, who keeps the workers waiting */
 /* Below this, the driver's own way is faster than waking the workers. */
-constexpr int64_t LEAST_RING_BYTES = 2 << 20;
+constexpr RingBytes LEAST_RING_BYTES = 2 << 20;
 constexpr int LEAST_CHUNKS = 4; /* of a copy, so that short ones overlap as well */
 /* Stores that go around the cache save it the reading of what they overwrite. */
 constexpr int64_t LEAST_STREAMED_BYTES = 4 << 10;
@@ -283,6 +295,11 @@ static struct {
     Ring *idle[MAX_DEVICES];
     int64_t bytes; /* of all rings, idle or lent */
 } rings = {PTHREAD_MUTEX_INITIALIZER, {}, 0};
+
+static int64_t ring_bytes(void)
+{
+    return RING_BUFFERS * BUFFER_BYTES;
+}
 
 static Status pinned_limit(int64_t *bytes)
 {
@@ -319,7 +336,7 @@ static Ring *ring_create(void)
     Ring *ring = static_cast<Ring *>(calloc(1, sizeof *ring));
     if (ring == NULL) return NULL;
     void *memory = NULL;
-    cudaError_t code = cudaHostAlloc(&memory, (size_t)RING_BYTES, cudaHostAllocDefault);
+    cudaError_t code = cudaHostAlloc(&memory, (size_t)ring_bytes(), cudaHostAllocDefault);
     ring->buffers = code == cudaSuccess ? static_cast<char *>(memory) : NULL;
     for (int i = 0; i < RING_BUFFERS && code == cudaSuccess; i++)
         code = cudaEventCreateWithFlags(&ring->events[i], cudaEventDisableTiming);
@@ -367,7 +384,7 @@ static Ring **find_ring(int device, cudaStream_t stream)
 static void room_for_one_more(void)
 {
     pthread_mutex_lock(&rings.lock);
-    rings.bytes -= RING_BYTES;
+    rings.bytes -= ring_bytes();
     pthread_mutex_unlock(&rings.lock);
 }
 
@@ -377,9 +394,9 @@ static Ring *ring_take(int device, cudaStream_t stream, int64_t limit)
     pthread_mutex_lock(&rings.lock);
     Ring **link = find_ring(device, stream);
     Ring *ring = *link;
-    const bool grows = ring == NULL && rings.bytes + RING_BYTES <= limit;
+    const bool grows = ring == NULL && rings.bytes + ring_bytes() <= limit;
     if (ring != NULL) *link = ring->next;
-    if (grows) rings.bytes += RING_BYTES;
+    if (grows) rings.bytes += ring_bytes();
     pthread_mutex_unlock(&rings.lock);
     if (!grows) return ring;
     ring = ring_create();
@@ -748,10 +765,10 @@ static Status lend_ring(Transfer *transfer, Crew *crew, int64_t bytes, char *dev
                         cudaStream_t stream)
 {
     transfer->ring = NULL;
-    if (bytes < LEAST_RING_BYTES) return STATUS_OK;
     int64_t limit;
-    Status status = pinned_limit(&limit);
-    if (status != STATUS_OK || limit < RING_BYTES || is_captured(stream)) return status;
+    Status status = pinned_limit(&limit); /* a wrong one is told by small copies too */
+    if (status != STATUS_OK || bytes < LEAST_RING_BYTES || limit < ring_bytes()) return status;
+    if (is_captured(stream)) return STATUS_OK;
     int current;
     const cudaError_t code = cudaGetDevice(&current);
     cuda_ignore(code);

@@ -42,6 +42,11 @@ def filled_array(shape, dtype, seed=0):
     return np.ndarray(shape, dtype, buffer=raw.tobytes()).copy()
 
 
+def numbers(size, seed=0):
+    """Bytes of which no two parts are alike."""
+    return np.random.default_rng(seed).integers(0, 256, size, np.uint8)
+
+
 def same(result, expected):
     """Equal in kind, shape, dtype and in every bit."""
     assert type(result) is type(expected), (type(result), type(expected))

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from faults import build
-from faults.fake import EXIT_MISUSE, LIBRARY, MEMORY_LIMIT, Fake
+from faults.fake import EXIT_MISUSE, LIBRARY, MEMORY_LIMIT, Fake, PointerAttributes
 
 INVALID_VALUE = 1
 MEMORY_ALLOCATION = 2
@@ -1344,16 +1344,6 @@ class TestPools:
         assert allocate_async(fake, 1, None) == INVALID_VALUE
         assert allocate_async(fake, 1, pool, 3) == INVALID_RESOURCE_HANDLE
         assert allocate_async(fake, 0, pool).value is None
-
-
-class PointerAttributes(ctypes.Structure):
-    _fields_ = [
-        ("type", ctypes.c_int),
-        ("device", ctypes.c_int),
-        ("device_pointer", ctypes.c_void_p),
-        ("host_pointer", ctypes.c_void_p),
-        ("reserved", ctypes.c_long * 8),
-    ]
 
 
 def test_pointer_attributes(fake):

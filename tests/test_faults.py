@@ -15,9 +15,18 @@ import numpy as np
 import pytest
 from faults.fake import Fake
 from faults.paths import PATHS
-from faults.sweep import FATAL, PASSING, Strike, set_nomemory, strikes_at
+from faults.sweep import (
+    ABSENCE,
+    FATAL,
+    PASSING,
+    TOLD_APART,
+    Strike,
+    documented_codes,
+    set_nomemory,
+    strikes_at,
+)
 from helpers import run_child
-from operators import OPERATORS
+from operators import OPERATORS, ROOT, without_comments
 from rtc import open_nvrtc, saxpy_module
 
 SWEEP = Path(__file__).parent / "faults" / "sweep.py"
@@ -56,9 +65,29 @@ def test_two_cuda_calls_may_fail(fake_folder):
     sweep(fake_folder, "--pairs")
 
 
+def test_every_function_may_fail_with_every_code(fake_folder):
+    sweep(fake_folder, "--codes")
+
+
 @pytest.mark.skipif(set_nomemory is None, reason="this interpreter has no _testcapi")
 def test_every_allocation_of_python_may_fail(fake_folder):
     sweep(fake_folder, "--memory")
+
+
+def test_what_ends_the_context_is_what_the_header_says(fake_folder):
+    """And two errors of the hardware, of which it does not say how they end."""
+    said = {code for _, code, text in documented_codes() if "terminated and relaunched" in text}
+    assert set(FATAL) == said | {214, 220}
+
+
+def test_no_code_is_told_apart_but_those_of_the_classes(fake_folder):
+    """What the package does with a code of its own is a case for the sweep."""
+    codes = {name: code for name, code, _ in documented_codes()}
+    sources = [path for path in (ROOT / "kernels").iterdir() if path.suffix in (".cu", ".cuh")]
+    text = "\n".join(without_comments(path.read_text()) for path in sources)
+    named = {codes[name] for name in re.findall(r"\bcudaError[A-Z]\w+", text)}
+    answers = {code for codes in TOLD_APART.values() for code in codes}
+    assert named == {OUT_OF_MEMORY, *FATAL, *ABSENCE, *answers}
 
 
 def test_a_new_operator_is_covered():

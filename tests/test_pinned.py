@@ -16,6 +16,7 @@ import weakref
 import numpy as np
 import pytest
 from conftest import leaving_nothing
+from faults.fake import PointerAttributes
 from helpers import DTYPES, filled_array, read_only, run_child, run_threads, same
 from numpy._core.multiarray import get_handler_name
 
@@ -40,18 +41,8 @@ def locked_bytes(fake):
     return fake.fake.live().registered_bytes
 
 
-class Attributes(ctypes.Structure):
-    _fields_ = [
-        ("type", ctypes.c_int),
-        ("device", ctypes.c_int),
-        ("device_pointer", ctypes.c_void_p),
-        ("host_pointer", ctypes.c_void_p),
-        ("reserved", ctypes.c_long * 8),
-    ]
-
-
 def attributes_of(fake, address):
-    found = Attributes()
+    found = PointerAttributes()
     fake.fake.library.cudaPointerGetAttributes(ctypes.byref(found), ctypes.c_void_p(address))
     return found
 

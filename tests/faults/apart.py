@@ -5,13 +5,14 @@ import pickle
 import signal
 import sys
 
-SECONDS = 60  # after which it hangs
+SECONDS = 60  # after which it hangs: by the clock, on a machine that has other work to do
 
 
-def apart(function, *arguments, leave=os._exit):
+def apart(function, *arguments, leave=os._exit, processor_seconds=SECONDS):
     """Return what the function returns, or None where it does not, and the exit status.
 
-    `leave` ends the process, which must not take Python down.
+    `leave` ends the process, which must not take Python down. It is killed when all its threads
+    together have taken so many seconds of the processors.
     """
     reader, writer = os.pipe()
     child = os.fork()
@@ -21,6 +22,7 @@ def apart(function, *arguments, leave=os._exit):
             os.close(reader)
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.__stdout__.fileno())  # kernels may print
             signal.alarm(SECONDS)
+            signal.setitimer(signal.ITIMER_PROF, processor_seconds)
             result = function(*arguments)
             with open(writer, "wb") as pipe:
                 pickle.dump(result, pipe)

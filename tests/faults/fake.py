@@ -38,6 +38,18 @@ class Live(ctypes.Structure):
     ]
 
 
+class PointerAttributes(ctypes.Structure):
+    """CUDA's struct cudaPointerAttributes."""
+
+    _fields_ = [
+        ("type", ctypes.c_int),
+        ("device", ctypes.c_int),
+        ("device_pointer", ctypes.c_void_p),
+        ("host_pointer", ctypes.c_void_p),
+        ("reserved", ctypes.c_long * 8),
+    ]
+
+
 class Fault:
     """A fault that was armed; what it did is known when the block of `Fake.fail` is left."""
 
@@ -96,6 +108,7 @@ class Fake:
         self.library = ctypes.CDLL(str(self.path))
         self.library.fake_calls.restype = ctypes.c_long
         self.library.fake_pending.restype = ctypes.c_long
+        self.library.fake_errors.restype = ctypes.c_long
 
     def set_driver(self, state):
         """`state`: "fine", "none", "old", "stub" or "no-device"."""
@@ -122,6 +135,13 @@ class Fake:
         """The size of the parts in which large NumPy arrays are worked on; 0 is the real one."""
         self.library.fake_set_part_bytes(ctypes.c_int64(part_bytes))
 
+    def set_ring_divisor(self, divisor):
+        """Divides the sizes of the rings for large copies, and that from which on they are used.
+
+        For a process of its own: rings that were made before stay as they are.
+        """
+        self.library.fake_set_ring_divisor(divisor)
+
     def leave_free(self, free_bytes):
         """Leaves device 0 so many bytes beyond those that are in use now."""
         available, total = ctypes.c_size_t(), ctypes.c_size_t()
@@ -129,7 +149,7 @@ class Fake:
         self.set_memory_limit(total.value - available.value + free_bytes)
 
     def reset(self):
-        """Undoes the five above, with all work done, and sets the counts of calls to zero.
+        """Undoes the six above, with all work done, and sets the counts of calls to zero.
 
         Faults are disarmed, and a lost context is there again.
 
@@ -158,6 +178,10 @@ class Fake:
     def pending(self):
         """How many operations are queued: copies, kernels, waits and so on."""
         return self.library.fake_pending()
+
+    def errors(self):
+        """How many errors calls have given: that work is still going on is one, too."""
+        return self.library.fake_errors()
 
     def set_capturing(self, stream, on):
         """Begins or ends a capture on a stream, a handle; the work on it is done all the same.

@@ -104,9 +104,13 @@ void visit(const char *call)
     visiting = false;
 }
 
+static long errors;
+
 cudaError_t done(cudaError_t code)
 {
-    if (code != cudaSuccess) last_error = code;
+    if (code == cudaSuccess) return code;
+    errors++;
+    last_error = code;
     return code;
 }
 
@@ -616,6 +620,8 @@ static const ErrorText *find_text(cudaError_t code)
         {cudaErrorTensorMemoryLeak, "cudaErrorTensorMemoryLeak",
          "Tensor Memory not completely freed"},
         {cudaErrorNotPermitted, "cudaErrorNotPermitted", "operation not permitted"},
+        {cudaErrorMpsClientTerminated, "cudaErrorMpsClientTerminated",
+         "the MPS client has been terminated"},
         {cudaErrorExternalDevice, "cudaErrorExternalDevice",
          "an async error has occured in external entity outside of CUDA"},
         {cudaErrorIllegalAddress, "cudaErrorIllegalAddress",
@@ -696,6 +702,25 @@ int64_t fake_cuda_part_bytes(int64_t bytes)
 {
     LOCKED();
     return machine.part_bytes > 0 ? machine.part_bytes : bytes;
+}
+
+/* How many errors calls have given, each of which took the place of the last one. */
+long fake_errors(void)
+{
+    LOCKED();
+    return errors;
+}
+
+void fake_set_ring_divisor(int divisor)
+{
+    LOCKED();
+    machine.ring_divisor = divisor;
+}
+
+/* Without the lock: it is asked often, and set while nothing is under way. */
+int64_t fake_cuda_ring_bytes(int64_t bytes)
+{
+    return bytes / machine.ring_divisor;
 }
 
 void fake_set_visitor(void (*function)(const char *call, int with_gil))
@@ -783,6 +808,7 @@ void fake_reset(void)
     snprintf(machine.driver, sizeof machine.driver, "%s", driver ? driver : "fine");
     machine.devices = (int)number("GPUOPS_FAKE_DEVICES", 2);
     machine.multiprocessors = (int)number("GPUOPS_FAKE_MULTIPROCESSORS", 132);
+    machine.ring_divisor = 1;
     machine.memory_bytes = number("GPUOPS_FAKE_MEMORY", 64 << 20);
     machine.locks_read_only = number("GPUOPS_FAKE_LOCKS_READ_ONLY", 1);
     machine.part_bytes = (int64_t)number("GPUOPS_FAKE_PART_BYTES", 0);

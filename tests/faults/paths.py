@@ -5,6 +5,7 @@
 
 import array
 import contextlib
+import contextvars
 import copy
 import ctypes
 import functools
@@ -240,6 +241,7 @@ def add_operator(operator):
 for operator in OPERATORS:
     add_operator(operator)
 OPERATOR_NAMES = {operator.name for operator in OPERATORS}
+IN_PLACE = {operator.name for operator in OPERATORS if is_in_place(operator)}
 
 
 # Arguments with which an operator takes a way that none of the above leads to.
@@ -399,13 +401,30 @@ def windows(gpu):
     return from_table(gpu, np.arange(-300, 30), on_device=True, room=1_000_000)
 
 
-LEAST_IN_PARTS = (16 << 20) + 8  # bytes of a result on the host: three parts
+PART_BYTES = 16 << 10
+LEAST_IN_PARTS = 2 * PART_BYTES + 16  # bytes of a result on the host: three parts
+LEAST_AROUND = (96 << 10) + 8  # bytes of a copy that uses a buffer of its ring a second time
+
+
+def with_small_sizes(gpu):
+    """Lets small arrays take the ways of large ones: rings, from 8 KiB on, and parts."""
+    gpu.fake.set_ring_divisor(256)
+    gpu.fake.set_part_bytes(PART_BYTES)
 
 
 @path("add")
 def large_host_arrays(gpu):
+    """Up and down through rings."""
+    with_small_sizes(gpu)
+    x, out = np.arange(LEAST_IN_PARTS // 16) + 0j, np.full(LEAST_IN_PARTS // 16, 77 + 7j)
+    return Case(lambda: gpu.gpuops.add(x, 1j, out=out, device="cuda"), [x, out], [out])
+
+
+@path("add")
+def large_page_locked_arrays(gpu):
     """With as few calls of CUDA for each part as there can be."""
-    x, y = np.arange(LEAST_IN_PARTS // 8192 + 1)[:, None] + 0j, np.arange(512) + 1j
+    with_small_sizes(gpu)
+    x, y = np.arange(LEAST_IN_PARTS // 512 + 1)[:, None] + 0j, np.arange(32) + 1j
     out = gpu.fake.page_locked(np.full((x.size, y.size), 77 + 7j))
     return Case(lambda: gpu.gpuops.add(x, y, out=out, device="cuda"), [x, y, out], [out])
 
@@ -421,8 +440,10 @@ def host_arrays_of_two_dtypes(gpu):
 
 @path("add")
 def large_host_arrays_of_two_dtypes(gpu):
+    with_small_sizes(gpu)
+    gpu.fake.set_part_bytes(96 << 10)
     x = np.arange(LEAST_CAST_AT_WORK + 1, dtype="f4")[:, None]
-    y = np.arange(LEAST_IN_PARTS // x.size // 16 + 1) + 1j
+    y = np.arange(1) + 1j
     out = gpu.fake.page_locked(np.full((x.size, y.size), 77 + 7j))
     return Case(lambda: gpu.gpuops.add(x, y, out=out, device="cuda"), [x, y, out], [out])
 
@@ -512,14 +533,38 @@ def to_device_of_a_buffer(gpu):
 @path("arrays", is_first=True)
 def the_first_large_array(gpu):
     """What page-locked buffers take part in, which are made for it."""
-    x = np.arange(100_000.0)
+    with_small_sizes(gpu)
+    x = np.arange(10_000, dtype=np.uint8)
     return Case(lambda: gpu.gpuops.to_device(x).to_host(), [x])
 
 
 @path("arrays")
 def a_large_array(gpu):
-    x, out = np.arange(200_000.0)[::2], np.full(200_000, 77.0)[::2]
+    with_small_sizes(gpu)
+    items = LEAST_AROUND // 8
+    x, out = np.arange(2.0 * items)[::2], np.full(2 * items, 77.0)[::2]
     gpu.gpuops.to_device(x).to_host()
+    return Case(lambda: gpu.gpuops.to_device(x).to_host(out), [x, out], [out], "to_host")
+
+
+@path("arrays")
+def large_arrays_on_two_streams(gpu):
+    """A ring is taken over from a stream that may still be at it."""
+    with_small_sizes(gpu)
+    x, y = np.arange(10_000, dtype=np.uint8), np.arange(10_001, dtype=np.uint8)
+    streams = gpu.gpuops.Stream(device=0), gpu.gpuops.Stream(device=0)
+
+    def run():
+        copies = [gpu.gpuops.to_device(a, stream=s) for a, s in zip((x, y), streams, strict=True)]
+        return [copy.to_host() for copy in copies]
+
+    return Case(run, [x, y])
+
+
+@path("arrays")
+def a_large_array_without_buffers(gpu):
+    """What is left where no memory is to be page-locked: the driver's way, piece by piece."""
+    x, out = np.arange(200_000.0)[::2], np.full(200_000, 77.0)[::2]
     return Case(lambda: gpu.gpuops.to_device(x).to_host(out), [x, out], [out], "to_host")
 
 
@@ -618,6 +663,14 @@ def a_block(gpu):
         return gpu.gpuops.to_device(x).to_host()[-1]
 
     return Case(run)
+
+
+@path("pinned_memory")
+def an_array_in_a_block(gpu):
+    """Without the ends of the block, where NumPy sets a context variable."""
+    context = contextvars.copy_context()
+    context.run(gpu.gpuops.pinned_memory().__enter__)
+    return Case(lambda: context.run(np.full, 300_000, 7.0)[-1])
 
 
 @path("arrays")
@@ -965,15 +1018,21 @@ class BareHostArray(HostArray):
 def cpu_path(name, function, *operands, **options):
     """A call of a function, or the error that it ends with."""
 
+    in_place = function in IN_PLACE
+
     def prepare(gpu):
+        arguments = [operands[0].copy(), *operands[1:]] if in_place else operands
+
         def run():
             try:
-                return on_host(getattr(gpu.gpuops, function)(*operands, device="cpu", **options))
+                call = getattr(gpu.gpuops, function)
+                result = on_host(call(*arguments, device="cpu", **options))
+                return arguments[0].copy() if in_place else result
             except (TypeError, ValueError, IndexError, OverflowError) as error:
                 return type(error).__name__, str(error)
 
-        outputs = [options["out"]] if "out" in options else []
-        return Case(run, [*operands, *outputs], outputs, function)
+        outputs = [options["out"]] if "out" in options else arguments[:1] if in_place else []
+        return Case(run, [*arguments, *outputs], outputs, function)
 
     add(Path("cpu", name, prepare))
 
@@ -1187,6 +1246,12 @@ def what_a_module_does_not_have(gpu):
 def what_a_kernel_shows(gpu):
     kernel = load_module(gpu)["saxpy"]
     return Case(lambda: (repr(kernel), str(kernel), kernel.attributes.registers >= 0))
+
+
+@described_path
+def a_launch_of_a_thread_for_each(gpu):
+    kernel = load_module(gpu)["saxpy"]
+    return Case(lambda: repr(kernel.forall(10)))
 
 
 @described_path

@@ -10,8 +10,16 @@ A step that goes wrong is named so that a command repeats it:
     python tests/faults/sweep.py "gather: host arrays" 3 700 sticky
 
 Without the last three all steps of that path are run, or of all paths of an operator, or of all
-that there are; after --pairs every two calls fail, and after --memory Python's own allocations.
-GPUOPS_FAKE_BUILD names a fake build that is not in build/fake.
+that there are; after --pairs every two calls fail, after --memory Python's own allocations, and
+after --codes every function of CUDA. GPUOPS_FAKE_BUILD names a fake build that is not in
+build/fake.
+
+What is covered: every call of every path fails with a code of each class that the package tells
+apart, once and from then on; or the context ends with it, at once and found out later. The classes
+are want of memory, what passes, what ends the context, and the answers of TOLD_APART. Which code of
+its class a call meets goes by turns. That the others would lead to the same is shown in two steps:
+--codes has each function that is called, at one of its calls, fail with every code that CUDA
+documents, and tests/test_faults.py that the sources name no code beside those of the classes.
 """
 
 import contextlib
@@ -19,6 +27,8 @@ import ctypes
 import gc
 import importlib
 import os
+import re
+import subprocess
 import sys
 import tempfile
 import traceback
@@ -73,13 +83,39 @@ FATAL = [
     718,  # invalid program counter
     719,  # launch failure
     721,  # tensor memory leak
+    810,  # MPS client terminated
     911,  # external device
 ]
+
+UNKNOWN = 999
+
+# There is no GPU, for good, says cudaGetDeviceCount; other tests look at that.
+ABSENCE = [34, 35, 100, 803, 804]
+# Codes that are an answer, and of which functions: the exception that it leads to, if any.
+NO_CODE = {200: "DeviceError", 209: "DeviceError"}  # the module is not for this device
+TOLD_APART = {
+    "cudaEventElapsedTime": {400: "ValueError", 600: "ValueError"},
+    "cudaEventQuery": {600: None},
+    "cudaStreamQuery": {600: None},
+    "cudaFuncGetAttributes": NO_CODE,
+    "cudaFuncGetParamInfo": {1: None},
+    "cudaHostRegister": {1: "DeviceError", 712: "ValueError"},
+    "cudaLibraryGetGlobal": {**NO_CODE, 500: "KeyError"},
+    "cudaLibraryGetKernel": {**NO_CODE, 500: "ValueError"},
+    "cudaLibraryLoadData": NO_CODE,
+}
+
+FOREIGN = 13  # another library's error, in the slot that CUDA has for the last one of a thread
 
 NO_MEMORY = "no memory"  # a mode: it is not CUDA's call that fails, but Python's allocation
 ALWAYS_NO_MEMORY = "no memory from then on"
 
 NEVER = 1 << 30
+
+# What a step may take of the processors' time, which the load of the machine does not change: what
+# goes on and on is told then, and what waits for ever after apart's own deadline. Sanitizers, and
+# the compiler that one path calls, take their time.
+STEP_SECONDS = 10 if os.environ.get("LD_PRELOAD") else 1
 
 # Where both of two calls fail, for what is released on the way out of a failure.
 PAIRED = [
@@ -90,6 +126,7 @@ PAIRED = [
     "scatter: device and host arrays",
     "arrays: to device strided",
     "arrays: the first array",
+    "arrays: the first large array",
     "streams: the first stream",
     "exchange: dlpack import",
     "kernels: a launch on device arrays",
@@ -212,6 +249,7 @@ class Step:
         self.expected = expected  # the outcome of a run in which nothing fails, or None
         self.codes = {strike.code for strike in strikes}
         self.starves = starves(strikes)
+        self.answers = set()  # what the codes may lead to that are none but answers
         self.reached = False
         self.log = []
 
@@ -231,6 +269,11 @@ class Step:
             self.log = self.gpu.fake.log()
         self.reached = all(fault.reached for fault in faults)
         self.calls = [fault.call for fault in faults if fault.reached]
+        self.answers = {
+            TOLD_APART[fault.call][strike.code]
+            for fault, strike in zip(faults, self.strikes, strict=True)
+            if strike.code in TOLD_APART.get(fault.call, ())
+        }
         return result, error
 
     def attempt_without_memory(self, case):
@@ -263,9 +306,10 @@ class Step:
         before, device = references(case), fake.current_device()
         outputs = [contents(output) for output in case.outputs]
         fake.run()
+        self.leave_foreign_error()
         result, error = self.attempt(case)
         if error is None:
-            right = self.expected is None or result == self.expected.result
+            right = self.expected is None or self.answers or result == self.expected.result
             require(
                 right, f"a wrong result: {result!r}, not {self.expected and self.expected.result!r}"
             )
@@ -278,8 +322,7 @@ class Step:
         require_released(case)
         require(fake.current_device() == device, "another current device")
         if self.codes.isdisjoint(FATAL):
-            latched = fake.library.cudaPeekAtLastError()
-            require(latched == 0, f"error {latched} is left for others to stumble over")
+            self.require_foreign_error()
             if spares_outputs:
                 found = [contents(output) for output in case.outputs]
                 require(found == outputs, "an output was changed in spite of the MemoryError")
@@ -290,6 +333,20 @@ class Step:
         misuse = fake.take_misuse()
         require(not misuse, misuse)
         return result
+
+    def leave_foreign_error(self):
+        """Of this our calls are not to hear, and it is there for its owner after them."""
+        with self.gpu.fake.fail(1, FOREIGN, function="cudaGetDevice"):
+            self.gpu.fake.library.cudaGetDevice(ctypes.byref(ctypes.c_int()))
+        self.errors = self.gpu.fake.errors()
+
+    def require_foreign_error(self):
+        """Only an error of our own, which CUDA puts in its place, may have gone with it."""
+        fake = self.gpu.fake
+        latched = fake.library.cudaGetLastError()
+        require(latched in (0, FOREIGN), f"error {latched} is left for others to stumble over")
+        is_there = latched == FOREIGN or fake.errors() > self.errors
+        require(is_there, "another library's error was taken away")
 
     def struck(self):
         """The names of all calls that failed."""
@@ -319,12 +376,15 @@ class Step:
         if isinstance(error, MemoryError):
             require(OUT_OF_MEMORY in self.codes, f"{error!r} for another code")
             return
+        if type(error).__name__ in self.answers:
+            return
         require(not self.starves, f"{error!r} for want of memory")
         require(isinstance(error, gpuops.DeviceError), f"{error!r} is not documented")
         require(error.code in self.codes, f"{error!r} has code {error.code}")
         is_lost = isinstance(error, gpuops.DeviceLostError)
         require(is_lost == (error.code in FATAL), f"{error!r} for code {error.code}")
-        require(error.name.startswith("cudaError"), f"{error!r} has name {error.name!r}")
+        known = error.name.startswith("cudaError") or error.name == "unrecognized error code"
+        require(known, f"{error!r} has name {error.name!r}")
         require(f"{error.name} ({error.code})" in text, f"no code in {text!r}")
         require(error.operator and text.startswith(error.operator), f"no operator in {text!r}")
         owners = (gpuops, gpuops.DeviceArray, gpuops.Stream, gpuops.Event, gpuops.Module)
@@ -370,6 +430,8 @@ class Step:
                 case.run()
             except gpuops.DeviceLostError as error:
                 require(error.code in self.codes, f"lost by {error.code}")
+            except MemoryError:  # NumPy's own, for which we allocate
+                require(self.path.group == "pinned_memory", "a MemoryError of a lost GPU")
             del case
             gc.collect()
             require(fake.log() == [], f"a lost GPU is called: {fake.log()}")
@@ -387,7 +449,8 @@ def run_step(gpu, path, strikes=(), expected=None):
     # counted: the ways out of that are taken nowhere else. Of CUDA's errors other tests take them,
     # and there are too many steps for the 6 ms that it lasts.
     leave = ctypes.CDLL(None).exit if starves(strikes) else os._exit
-    outcome, status = apart(run_here, gpu, path, strikes, expected, leave=leave)
+    arguments = gpu, path, strikes, expected
+    outcome, status = apart(run_here, *arguments, leave=leave, processor_seconds=STEP_SECONDS)
     outcome = outcome or Outcome(None, True, [], None, {})
     if status != 0 and not outcome.problem:
         outcome = outcome._replace(problem=f"the process ended with {status}")
@@ -434,15 +497,15 @@ def turn(items, number):
     return items[number % len(items)]
 
 
-def strikes_at(number, shift):
-    """What befalls the call of a number. The codes take turns, so that each comes in every mode."""
-    yield Strike(number, OUT_OF_MEMORY, "once")
-    yield Strike(number, turn(PASSING, number + shift), "once")
-    yield Strike(number, turn([OUT_OF_MEMORY, *PASSING], number + shift), "from then on")
-    yield Strike(
-        number, turn(FATAL, number + shift), turn(["sticky", "once"], number // 14 + number)
-    )
+def strikes_at(number, shift, call=""):
+    """What befalls the call of a number: codes of each class, which take turns, and answers."""
+    for code in (OUT_OF_MEMORY, turn(PASSING, number + shift)):
+        yield Strike(number, code, "once")
+        yield Strike(number, code, "from then on")
+    yield Strike(number, turn(FATAL, number + shift), turn(["sticky", "once"], number))
     yield Strike(number, turn(FATAL, number + shift + 9), "late")
+    for code in TOLD_APART.get(call, ()):
+        yield Strike(number, code, "once")
 
 
 def sweep(gpu, path):
@@ -452,7 +515,8 @@ def sweep(gpu, path):
     shift = sum(map(ord, str(path)))
     while reached:
         number += 1
-        for strike in strikes_at(number, shift):
+        call = expected.log[number - 1] if number <= len(expected.log) else ""
+        for strike in strikes_at(number, shift, call):
             outcome = run_step(gpu, path, [strike], expected)
             steps += 1
             if outcome.problem:
@@ -504,6 +568,99 @@ def sweep_memory(gpu, path):
     return failures, steps
 
 
+# All codes.
+
+
+def documented_codes():
+    """Of each error in the runtime's header its name, the code, and what is said about it."""
+    source = "#include <driver_types.h>\n"
+    command = [build.find_nvcc(), "-x", "c", "-E", "-Xcompiler=-CC", "-"]
+    header = subprocess.run(command, input=source, capture_output=True, text=True, check=True)
+    (codes,) = re.findall(r"enum [^{}]*\bcudaError\s*\{(.*?)\n\}", header.stdout, re.DOTALL)
+    found = re.findall(r"/\*\*(.*?)\*/\s*cuda(Error\w+)\s*=\s*(\d+)", codes, re.DOTALL)
+    return [
+        (f"cuda{name}", int(code), " ".join(text.replace("*", " ").split()))
+        for text, name, code in found
+    ]
+
+
+class FunctionOnPath(NamedTuple):
+    """A function of CUDA, and a path that calls it."""
+
+    function: str
+    path: object
+    codes: list
+
+
+def functions_on_paths(gpu, paths):
+    """Each function that is called, with the path on which that takes the fewest calls."""
+    codes, found = [code for _, code, _ in documented_codes()], {}
+    logs = [(path.is_first, clean_outcome(gpu, path).log, path) for path in paths]
+    for _, log, path in sorted(logs, key=lambda item: (item[0], len(item[1]))):
+        for function in log:
+            found.setdefault(function, FunctionOnPath(function, path, codes))
+    return list(found.values())
+
+
+def outcomes_here(gpu, path, function, codes):
+    """What comes of it when a function fails with each code, where the call is made at all."""
+    gpu.fake.set_scheduler("lazy")
+    if not path.is_first:
+        warm_up(gpu)
+    outcomes = {}
+    with twins(gpu):
+        for code in codes:
+            case, error = path.prepare(gpu), None
+            with gpu.fake.fail(1, code, function=function) as fault:
+                try:
+                    case.run()
+                except Exception as caught:
+                    error = without_frames(caught)
+            if fault.reached:
+                outcomes[code] = describe_error(error, code)
+    return outcomes
+
+
+def describe_error(error, code):
+    """An error but for which code it is."""
+    if error is None:
+        return "no error"
+    text = re.sub(r"failed with .*", "failed", str(error))
+    return f"{type(error).__name__}: {text}, with the code: {getattr(error, 'code', None) == code}"
+
+
+def passing_outcomes(gpu, place, codes):
+    """One process for all codes, and for those at which nobody calls any more, one for each."""
+    outcomes, status = apart(outcomes_here, gpu, place.path, place.function, codes)
+    outcomes = outcomes or {UNKNOWN: f"the process ended with {status}"}
+    for code in codes:
+        if code not in outcomes:
+            found, status = apart(outcomes_here, gpu, place.path, place.function, [code])
+            outcomes |= found or {code: f"not called, or the process ended with {status}"}
+    return outcomes
+
+
+def sweep_codes(gpu, place):
+    """Fails a function, the first time that the path calls it, with every code there is."""
+    failures, expected = [], clean_outcome(gpu, place.path)
+    number = expected.log.index(place.function) + 1
+    for code in FATAL:
+        strike = Strike(number, code, "once")
+        outcome = run_step(gpu, place.path, [strike], expected)
+        if outcome.problem:
+            failures.append(describe(place.path, [strike], outcome))
+    others = {OUT_OF_MEMORY, *FATAL, *TOLD_APART.get(place.function, ())}
+    others |= set(ABSENCE) if place.function == "cudaGetDeviceCount" else set()
+    codes = [UNKNOWN, *(code for code in place.codes if code not in others)]
+    outcomes = passing_outcomes(gpu, place, codes)
+    failures += [
+        f"{place.path}: {place.function} fails with {code}: {outcome}, not {outcomes[UNKNOWN]}"
+        for code, outcome in outcomes.items()
+        if outcome != outcomes[UNKNOWN]
+    ]
+    return failures, len(FATAL) + len(codes)
+
+
 def is_starved(path):
     if path.group in OPERATOR_NAMES:
         return path.name in STARVED
@@ -546,22 +703,25 @@ def main(words):
         return run(words)
 
 
+SWEEPS = {"--pairs": sweep_pairs, "--memory": sweep_memory, "--codes": sweep_codes}
+
+
 def run(words):
     gpu = load()
-    chosen = sweep
-    if "--pairs" in words:
-        chosen = sweep_pairs
-    if "--memory" in words:
-        chosen = sweep_memory
-    words = [word for word in words if not word.startswith("--")]
+    chosen = next((SWEEPS[word] for word in words if word in SWEEPS), sweep)
+    words = [word for word in words if word not in SWEEPS]
     if len(words) < 4:
         paths = [p for name, p in PATHS.items() if not words or words[0] in (name, p.group)]
         if chosen is sweep_pairs:
             paths = [path for path in paths if str(path) in PAIRED]
         if chosen is sweep_memory:
             paths = [path for path in paths if is_starved(path)]
+        else:  # those on the CPU call nothing that could fail
+            paths = [path for path in paths if path.group != "cpu"]
         if any(path.needs_nvrtc for path in paths) and not machine_code(gpu.gpuops):
             paths = [path for path in paths if not path.needs_nvrtc]
+        if chosen is sweep_codes:
+            paths = functions_on_paths(gpu, paths)
         return sweep_all(gpu, paths, chosen, os.cpu_count())
     path = PATHS[words[0]]
     if path.needs_nvrtc:
