@@ -1249,17 +1249,18 @@ def what_a_kernel_shows(gpu):
 
 
 @described_path
-def a_launch_of_a_thread_for_each(gpu):
-    kernel = load_module(gpu)["saxpy"]
-    return Case(lambda: repr(kernel.forall(10)))
-
-
-@described_path
 def a_launch_that_is_refused(gpu):
-    launch = load_module(gpu)["saxpy"][1, 32]
+    kernel = load_module(gpu)["saxpy"]
+    launch = kernel[1, 32]
     (x,) = on_device(gpu, [np.ones(10, np.float32)])
     wrong = [(2.0, x, x), ("a", x, x, 10), (2.0, x, [1], 10), (10**99, x, x, 10), (2.0, x, x, 1.5)]
-    return Case(lambda: [told(launch, *arguments) for arguments in wrong], [x])
+
+    def run():
+        counts = [told(kernel.forall, count) for count in (-1, 1 << 62, "a")]
+        too_much = told(kernel.forall, 10, shared_bytes=1 << 40)
+        return [*counts, too_much, *[told(launch, *arguments) for arguments in wrong]]
+
+    return Case(run, [x])
 
 
 @path("cpu")
@@ -1299,6 +1300,18 @@ def a_launch_on_host_arrays(gpu):
         return y.copy()
 
     return Case(run, [x, y], [y], "saxpy")
+
+
+@kernel_path
+def a_launch_of_a_thread_for_each_element(gpu):
+    kernel = load_module(gpu)["saxpy"]
+    x, y = on_device(gpu, [np.ones(10, np.float32), np.arange(10, dtype=np.float32)])
+
+    def run():
+        kernel.forall(10)(2.0, x, y, 10)
+        return y.to_host()
+
+    return Case(run, [x, y])
 
 
 @kernel_path
