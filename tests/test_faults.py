@@ -7,12 +7,14 @@ import ctypes
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from faults.apart import apart
 from faults.fake import Fake
 from faults.paths import PATHS
 from faults.sweep import (
@@ -138,6 +140,14 @@ def test_a_broken_promise_is_told(fake_folder):
     assert re.search(r"^python tests/faults/sweep.py \"deaf: path\" 2 \d+ '", child.stdout, re.M)
     assert "a wrong result: 'nothing happened'" in child.stdout
     assert "-> 2 cudaMemcpyAsync" in child.stdout
+
+
+def test_what_goes_on_and_on_is_ended():
+    def spin():
+        while True:
+            pass
+
+    assert apart(spin, processor_seconds=0.05) == (None, -signal.SIGPROF)
 
 
 # What errors say.
