@@ -23,6 +23,7 @@
 
 #include <pthread.h>
 #include <stdarg.h>
+#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -711,16 +712,16 @@ long fake_errors(void)
     return errors;
 }
 
+static atomic_int ring_divisor; /* asked for too often to take the lock */
+
 void fake_set_ring_divisor(int divisor)
 {
-    LOCKED();
-    machine.ring_divisor = divisor;
+    ring_divisor = divisor;
 }
 
-/* Without the lock: it is asked often, and set while nothing is under way. */
 int64_t fake_cuda_ring_bytes(int64_t bytes)
 {
-    return bytes / machine.ring_divisor;
+    return bytes / ring_divisor;
 }
 
 void fake_set_visitor(void (*function)(const char *call, int with_gil))
@@ -808,7 +809,7 @@ void fake_reset(void)
     snprintf(machine.driver, sizeof machine.driver, "%s", driver ? driver : "fine");
     machine.devices = (int)number("GPUOPS_FAKE_DEVICES", 2);
     machine.multiprocessors = (int)number("GPUOPS_FAKE_MULTIPROCESSORS", 132);
-    machine.ring_divisor = 1;
+    ring_divisor = 1;
     machine.memory_bytes = number("GPUOPS_FAKE_MEMORY", 64 << 20);
     machine.locks_read_only = number("GPUOPS_FAKE_LOCKS_READ_ONLY", 1);
     machine.part_bytes = (int64_t)number("GPUOPS_FAKE_PART_BYTES", 0);

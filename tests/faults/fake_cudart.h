@@ -16,7 +16,6 @@ extern struct Machine {
     size_t memory_bytes;
     int devices;
     int multiprocessors; /* of each device */
-    int ring_divisor;    /* of the sizes of rings; 1: as the package says */
     bool locks_read_only;
     int64_t part_bytes; /* 0: what the package says */
     bool used;          /* the driver has been needed and found */
