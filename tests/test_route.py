@@ -331,7 +331,8 @@ calibration._add_products = lambda rates: None
 with fake.visit(lambda name, with_gil: seen.append((name, with_gil))):
     gpuops.add(x, x, device="auto")
     gpuops.explain("add", x, x, device="auto")
-assert seen and not [name for name, with_gil in seen if with_gil], seen
+# But for what the driver answers at once, as gil.py has it.
+assert seen and {name for name, with_gil in seen if with_gil} <= {"cudaDriverGetVersion"}, seen
 """)
 
 
