@@ -244,6 +244,22 @@ def test_a_table_that_is_locked_in_part_is_not_read_in_place(fake):
         same(out.to_host(), x[indices])
 
 
+def test_a_table_that_somebody_else_has_locked_in_part(fake):
+    x = table_of(1000)
+    indices = np.arange(-3, len(x), 100)
+    out = fake.gpuops.empty((len(indices), 1000), "u1")
+    for locked, is_all in ((x[:-1], False), (x[1:], False), (x, True)):
+        address, size = ctypes.c_void_p(locked.ctypes.data), ctypes.c_size_t(locked.nbytes)
+        assert fake.fake.library.cudaHostRegister(address, size, 0) == 0
+        try:
+            with seen(fake) as found:
+                fake.gpuops.gather(x, indices, out=out)
+        finally:
+            assert fake.fake.library.cudaHostUnregister(address) == 0
+        assert found["launches"] == is_all
+        same(out.to_host(), x[indices])
+
+
 @pytest.mark.parametrize("first", [0, 1, 1500, -2])
 @pytest.mark.parametrize("count", [1, 2, 700])
 def test_only_the_range_that_is_taken_goes_up(fake, first, count):
