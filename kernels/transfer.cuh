@@ -22,6 +22,11 @@ void box_pack(const Box &box, char *packed);
 void copy_items(char *target, int64_t target_stride, const char *source, int64_t source_stride,
                 int64_t count, int64_t item_bytes);
 
+/* Copies around the cache, for what the CPU does not read again; they are over, for whoever hears
+ * of it, after the fence. */
+void copy_streamed(char *target, const char *source, int64_t bytes);
+void fence_streamed(void);
+
 #ifdef __CUDACC__
 Status copy_to_device(void *device, const void *host, int64_t bytes, void *stream);
 Status copy_to_host(void *host, const void *device, int64_t bytes, void *stream);
@@ -42,10 +47,6 @@ Status box_download(const Box &box, void *device, void *stream);
  * begin..end of them to a place, and is called from several threads at once. */
 typedef void (*MakeBytes)(void *context, int64_t begin, int64_t end, char *place);
 Status made_upload(MakeBytes make, void *context, int64_t bytes, void *device, void *stream);
-/* Copies around the cache, for what the CPU does not read again; they are over, for whoever hears
- * of it, after the fence. */
-void copy_streamed(char *target, const char *source, int64_t bytes);
-void fence_streamed(void);
 
 /* Copies of one caller in both directions at once. What comes down is begun, which only queues it,
  * and ended later; in between the caller sends other things up. Two may be begun at a time, and the
