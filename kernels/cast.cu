@@ -165,6 +165,7 @@ EachCast each_cast(Dtype from, Dtype to)
 /* An operand as it is, but for its dtype. */
 struct Same {
     static constexpr int INPUTS = 1;
+    static constexpr int64_t GRAIN_BYTES = EACH_LIGHT_BYTES;
 
     template <class T, class C>
     ALWAYS_INLINE static HOST_DEVICE inline C compute(C x)
