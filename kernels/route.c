@@ -57,7 +57,8 @@ static double bytes_of_input(const Call *call, int i)
 
 static bool stays_on_host(const Call *call, int i, double bytes)
 {
-    if (call->inputs[i].device != DEVICE_CPU || call->host_inputs >> i & 1) return true;
+    if (call->inputs[i].device != DEVICE_CPU) return true;
+    if (call->host_inputs >> i & 1 && !call->own_transfer) return true;
     return call->elementwise && bytes <= (double)dtype_bytes(call->compute);
 }
 

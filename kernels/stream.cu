@@ -267,7 +267,7 @@ bool device_is_capturing(int device)
 }
 
 /* The legacy default stream waits for streams of other libraries, of which nothing is known here,
- * and says so where one of them is captured. */
+ * and cannot be asked where one of them is captured. */
 bool device_is_captured(int device)
 {
     int previous;
@@ -275,7 +275,7 @@ bool device_is_captured(int device)
     cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
     const cudaError_t code = cudaStreamIsCapturing(cudaStreamLegacy, &capture);
     cuda_ignore(code);
-    const bool captured = code == cudaErrorStreamCaptureImplicit || device_is_capturing(device);
+    const bool captured = code != cudaSuccess || device_is_capturing(device);
     device_leave(device, previous);
     return captured;
 }

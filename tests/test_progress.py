@@ -254,9 +254,9 @@ fake = Fake(Path(gpuops.__path__[0]).parent / "cudart")
 fake.set_memory_limit(1 << 30)
 gpuops.add([1], [2], device="cuda:0")
 
-PARTS = 4000
+PARTS = 20_000
 x = np.zeros((PARTS, 1 << 12), np.uint8)
-image = np.zeros((PARTS, 1 << 12), np.float64)
+image = np.zeros((PARTS, 1 << 9), np.float64)
 fake.set_part_bytes(1 << 12)
 weights = np.random.default_rng(0).standard_normal((5, 5))
 

@@ -271,13 +271,14 @@ for operator in OPERATORS:
 def test_in_memory_that_is_short_the_cpu_is_taken(child):
     child("""
 fake.set_memory_limit(1 << 30)
-keep()
-x, y = np.ones((4096, 2048)), np.ones(2048)
-assert gpuops.explain("matmul", x, y, device="auto").chosen.way == "cuda"
+keep(**{"scatter.cpu_small": 1.0, "scatter.cpu_large": 1.0})
+x, i = np.ones(10 << 20, "f4"), np.arange(5000)
+assert gpuops.explain("scatter", x, i, 2, device="auto").chosen.way == "cuda"
 fake.leave_free(100 << 20)
-assert gpuops.matmul(x, y, device="auto")[0] == 2048
+gpuops.scatter(x, i, 2, device="auto")
+assert x[4999] == 2 and x[5000] == 1
 assert gpuops.last_route().way == "cpu"
-assert "no room" in gpuops.explain("matmul", x, y, device="auto").reason
+assert "no room" in gpuops.explain("scatter", x, i, 2, device="auto").reason
 """)
 
 
