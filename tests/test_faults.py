@@ -110,6 +110,17 @@ def test_every_code_comes_in_every_mode():
             assert {strike.code for strike in strikes if strike.mode == mode} == set(codes)
 
 
+def test_of_many_calls_each_meets_every_class():
+    for number in range(1, 57):
+        first, second = ([*strikes_at(number, shift, many=True)] for shift in (2, 3))
+        assert len(first) == len(second) == 3
+        for strikes in (first, second):
+            memory, passing, fatal = (strike.code for strike in strikes)
+            assert memory == OUT_OF_MEMORY and passing in PASSING and fatal in FATAL
+        for one, other in zip(first, second, strict=True):
+            assert one.mode != other.mode
+
+
 def test_a_broken_promise_is_told(fake_folder):
     """A sweep that finds nothing has looked: what no path promises is reported by name."""
     script = """

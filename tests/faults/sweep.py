@@ -17,9 +17,10 @@ build/fake.
 What is covered: every call of every path fails with a code of each class that the package tells
 apart, once and from then on; or the context ends with it, at once and found out later. The classes
 are want of memory, what passes, what ends the context, and the answers of TOLD_APART. Which code of
-its class a call meets goes by turns. That the others would lead to the same is shown in two steps:
---codes has each function that is called, at one of its calls, fail with every code that CUDA
-documents, and tests/test_faults.py that the sources name no code beside those of the classes.
+its class a call meets goes by turns; and so does, on paths of many calls, in which mode. That other
+codes would lead to the same is shown in two steps: --codes has each function that is called, at one
+of its calls, fail with every code that CUDA documents, and tests/test_faults.py that the sources
+name no code beside those of the classes.
 """
 
 import contextlib
@@ -111,6 +112,7 @@ NO_MEMORY = "no memory"  # a mode: it is not CUDA's call that fails, but Python'
 ALWAYS_NO_MEMORY = "no memory from then on"
 
 NEVER = 1 << 30
+MANY_CALLS = 40
 
 # What a step may take of the processors' time, which the load of the machine does not change: what
 # goes on and on is told then, and what waits for ever after apart's own deadline. Sanitizers, and
@@ -497,13 +499,19 @@ def turn(items, number):
     return items[number % len(items)]
 
 
-def strikes_at(number, shift, call=""):
-    """What befalls the call of a number: codes of each class, which take turns, and answers."""
-    for code in (OUT_OF_MEMORY, turn(PASSING, number + shift)):
-        yield Strike(number, code, "once")
-        yield Strike(number, code, "from then on")
-    yield Strike(number, turn(FATAL, number + shift), turn(["sticky", "once"], number))
-    yield Strike(number, turn(FATAL, number + shift + 9), "late")
+def strikes_at(number, shift, call="", many=False):
+    """What befalls the call of a number: codes of each class, which take turns, and answers.
+
+    Of many calls, each meets a class in one of the modes.
+    """
+    fatal = Strike(number, turn(FATAL, number + shift), turn(["sticky", "once"], number))
+    found_out_later = Strike(number, turn(FATAL, number + shift + 9), "late")
+    classes = [
+        [Strike(number, code, mode) for mode in ("once", "from then on")]
+        for code in (OUT_OF_MEMORY, turn(PASSING, number + shift))
+    ]
+    for strikes in [*classes, [fatal, found_out_later]]:
+        yield from [turn(strikes, number + shift)] if many else strikes
     for code in TOLD_APART.get(call, ()):
         yield Strike(number, code, "once")
 
@@ -516,7 +524,7 @@ def sweep(gpu, path):
     while reached:
         number += 1
         call = expected.log[number - 1] if number <= len(expected.log) else ""
-        for strike in strikes_at(number, shift, call):
+        for strike in strikes_at(number, shift, call, len(expected.log) > MANY_CALLS):
             outcome = run_step(gpu, path, [strike], expected)
             steps += 1
             if outcome.problem:
