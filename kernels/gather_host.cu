@@ -232,7 +232,7 @@ static Status gather_in_place(HostTable *table)
     int ndim;
     const Gather &gather = table->gather;
     set_table(gather, axis_places(gather), true, &table->device, loops, &ndim);
-    table->device.x = gather.x + gather.to_device;
+    table->device.x = table_box(gather).base + gather.to_device; /* of the first place */
     return launch_gather_in_place(table->device, ndim, loops, table->call->stream->handle);
 }
 
@@ -308,7 +308,8 @@ static Status gather_windows(HostTable *table, bool *has_room)
     const int64_t first = gather.axis_ndim > 0 ? gather.first_place : 0;
     const int64_t places = axis_places(gather);
     const int64_t most = found.room_bytes / BUFFERS / ALIGNMENT * ALIGNMENT;
-    const int64_t step = fits ? places : most / found.place_bytes;
+    const int64_t whole = most / found.place_bytes; /* 0: one fits, but for the alignment */
+    const int64_t step = fits ? places : whole > 0 ? whole : 1;
     const int count = fits ? 1 : BUFFERS;
     Status status = open_windows(table, fits ? found.range_bytes : step * found.place_bytes, count);
     *has_room = status != STATUS_MEMORY_ERROR;
@@ -332,6 +333,8 @@ static Status gather_by_the_way(HostTable *table, GatherPlan plan)
     if (status == STATUS_OK)
         status = open_device_gather(table->call, described, table->index_count, &table->device,
                                     &table->fill_row);
+    /* The fill is as long as a row is now, and packed, rows must not become longer. */
+    if (table->fill_row != NULL) table->gather.fill_bytes = table->gather.row_bytes;
     if (status != STATUS_OK || plan.way == GATHER_IN_PLACE)
         return status == STATUS_OK ? gather_in_place(table) : status;
     for (;;) {
@@ -390,9 +393,12 @@ Status gather_host_table(Call *call, const Gather &gather, int64_t index_count)
     Status status = gather_described(&table);
     const Failure first = status == STATUS_OK ? Failure() : *last_failure();
     Status last = STATUS_OK;
-    if (pinned_is_held(&use) || host_memory_is_pinned(call->inputs[0].data))
+    /* Of a table that somebody else has locked in part, the range may be locked. */
+    if (pinned_is_held(&use) || host_memory_is_pinned(call->inputs[0].data) ||
+        host_memory_is_pinned(table_box(table.gather).base))
         last = stream_drain(call->stream->handle);
-    pinned_let_go(&use, call->device, last == STATUS_OK);
+    const bool is_waited_for = status == STATUS_OK || status == STATUS_MEMORY_ERROR;
+    pinned_let_go(&use, call->device, last == STATUS_OK && is_waited_for);
     release_all(&table);
     if (status == STATUS_OK) return last;
     return fail_cuda(status, first.cuda_code, first.cuda_name, first.text);

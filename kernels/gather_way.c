@@ -18,6 +18,9 @@
 #define ROWS_IN_PLACE_PER_SECOND 115e6
 /* To wait for the device, and fetch indices from it. */
 #define SECONDS_TO_FETCH 20e-6
+/* What a window costs beside its bytes, and the rows that a kernel sees not to be in it. */
+#define SECONDS_PER_WINDOW 20e-6
+#define ROWS_LOOKED_AT_PER_SECOND 20e9
 /* A scan shall read no more than one byte for so many that go up. */
 #define TABLE_BYTES_PER_INDEX_BYTE 8
 
@@ -39,6 +42,14 @@ static double seconds_up(const GatherCase *given)
     const int threads = fewer(given->threads, MOST_COPYING);
     if (given->is_reachable) return seconds; /* page-locked memory takes no thread */
     return longer(seconds, given->range_bytes / (threads * COPIED_BYTES_PER_SECOND));
+}
+
+/* Each window is looked at for all rows. */
+static double seconds_of_windows(const GatherCase *given)
+{
+    const double windows = (double)given->range_bytes / ((double)given->room_bytes / BUFFERS);
+    const double each = SECONDS_PER_WINDOW + (double)given->rows / ROWS_LOOKED_AT_PER_SECOND;
+    return longer(seconds_up(given), windows * each);
 }
 
 static double seconds_of_rows(const GatherCase *given)
@@ -75,6 +86,7 @@ GatherPlan gather_way(const GatherCase *given)
     /* Results on the host are made in parts where there is no room for a place either. */
     bool is_possible =
         fits || !given->result_on_device || given->place_bytes <= given->room_bytes / BUFFERS;
+    if (!fits && given->result_on_device && is_possible) seconds = seconds_of_windows(given);
     if (given->is_reachable && (!is_possible || seconds_in_place(given) < seconds)) {
         best = (GatherPlan){GATHER_IN_PLACE, given->rows * given->row_bytes};
         seconds = seconds_in_place(given);

@@ -104,12 +104,22 @@ def test_what_there_is_no_room_for_goes_up_in_windows(way_of):
 @pytest.mark.parametrize("reachable", [False, True])
 def test_where_no_window_fits(way_of, reachable):
     """Two of them are there at a time. A result on the host is made in parts."""
-    given = {"rows": 2 << 20, "is_reachable": reachable}
+    place = GIBI // 4
+    given = {"place_bytes": place, "table_bytes": GIBI, "row_bytes": place, "rows": 8}
+    given |= {"is_reachable": reachable}
     on_device = {**given, "result_on_device": True}
-    assert way_of(**on_device, room_bytes=2 << 10) == ("windows", GIBI)
+    assert way_of(**on_device, room_bytes=2 * place) == ("windows", GIBI)
     taken = "in place" if reachable else "on the host"
-    assert way_of(**on_device, room_bytes=(2 << 10) - 1) == (taken, 2 * GIBI)
+    assert way_of(**on_device, room_bytes=2 * place - 1) == (taken, 2 * GIBI)
     assert way_of(**given, room_bytes=0) == ("windows", GIBI)
+
+
+@pytest.mark.parametrize("reachable", [False, True])
+def test_a_multitude_of_windows_takes_longer_than_the_rows(way_of, reachable):
+    given = {"rows": 2 << 20, "is_reachable": reachable, "result_on_device": True}
+    taken = "in place" if reachable else "on the host"
+    assert way_of(**given, room_bytes=256 * MEBI) == ("windows", GIBI)
+    assert way_of(**given, room_bytes=64 << 10) == (taken, 2 * GIBI)
 
 
 @pytest.mark.parametrize("indices_on_device", [False, True])

@@ -152,6 +152,24 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.parametrize("pinned", [False, True])
+@pytest.mark.parametrize("nbytes", [1000, TABLE_BYTES])
+def test_fill_values_that_no_word_repeats_in_every_layout(gpuops, nbytes, pinned):
+    """On the device, where all is packed, rows are longer than on the host."""
+    x = numbers(nbytes // 96 * 96).view("V12").reshape(-1, 8)
+    fill = np.array([b"twelve bytes"], "V12")[0]
+    indices = np.array([0, 99_999, -1, 99_999])
+    for view in (x, x[:, ::2], x[:, 1:4], x[::-1, ::-1]):
+        expected = view[[0, 0, -1, 0]]
+        expected[[1, 3]] = fill
+        with gpuops.pin(x) if pinned else contextlib.nullcontext():
+            found = to_device_result(gpuops, view, indices, mode="fill", fill_value=fill)
+            same(found, expected)
+            out = gpuops.empty(expected.shape, "V12")
+            gpuops.gather(view, indices, mode="fill", fill_value=fill, out=out)
+            same(out.to_host(), expected)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("pinned", [False, True])
 def test_layouts_and_axes(gpuops, layout, pinned):
@@ -414,6 +432,40 @@ def test_less_memory_than_there_seemed_to_be(fake):
             launches = fake.fake.calls("cudaLaunchKernel") - launches
         assert launches == {2: 4, 6: 16, 100: 0}[failures]
         same(out.to_host(), x[indices])
+
+
+def without_the_first_buffer(fake, first, call):
+    """The allocation of that number is refused, which is tried twice."""
+    fake.gpuops.empty_cache()
+    with contextlib.ExitStack() as stack:
+        faults = [
+            stack.enter_context(
+                fake.fake.fail(
+                    number, OUT_OF_MEMORY, mode="once", function="cudaMallocFromPoolAsync"
+                )
+            )
+            for number in (first, first + 1)
+        ]
+        call()
+    assert all(fault.reached for fault in faults)
+
+
+def test_a_range_for_which_there_is_less_memory_than_there_seemed_to_be(fake):
+    """Then it is read in place, from its first place on."""
+    x = table_of(1 << 16, nbytes=4 * MEBI)
+    indices = np.array([len(x) - 3, len(x) - 2] * 100)
+    out = fake.gpuops.empty((len(indices), 1 << 16), "u1")
+    with fake.gpuops.pin(x):
+        without_the_first_buffer(fake, 2, lambda: fake.gpuops.gather(x, indices, out=out))
+    same(out.to_host(), x[indices])
+
+
+def test_windows_of_one_place_that_is_no_multiple_of_their_alignment(fake):
+    x = numbers(4 * 400_004).reshape(4, -1)
+    indices = np.arange(64) % 4
+    there, out = fake.gpuops.to_device(indices), fake.gpuops.empty((64, 400_004), "u1")
+    without_the_first_buffer(fake, 1, lambda: fake.gpuops.gather(x, there, out=out))
+    same(out.to_host(), x[indices])
 
 
 def test_no_memory_for_what_the_way_needs(fake, unlimited):
