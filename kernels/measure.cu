@@ -260,13 +260,16 @@ static Status measure_copies(const Areas &to, const Areas &from, double *small, 
 
 static Status measure_start(const Areas &host, int device, Stream *stream, double *seconds)
 {
-    Call call;
-    bool is_known;
-    Status status = prepare(&OPERATOR_ROWS[OPERATOR_add], host, 16, 16, &call, &is_known);
-    call.device = device;
-    call.stream = stream;
-    if (status == STATUS_OK) status = fastest([&] { return run_call(&call); }, seconds);
-    return status;
+    /* Made anew each time: after a run its inputs are the copies that were on the GPU. */
+    const auto run = [&] {
+        Call call;
+        bool is_known;
+        Status status = prepare(&OPERATOR_ROWS[OPERATOR_add], host, 16, 16, &call, &is_known);
+        call.device = device;
+        call.stream = stream;
+        return status == STATUS_OK ? run_call(&call) : status;
+    };
+    return fastest(run, seconds);
 }
 
 /* A multiprocessor does 128 multiplications of float32 at a clock, with additions, and matrices

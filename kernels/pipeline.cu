@@ -343,7 +343,7 @@ static Status look_now_and_then(Pipeline *pipeline, int64_t done)
     return (is_end ? watch->sees_ends : is_time) ? look(pipeline, done) : STATUS_OK;
 }
 
-/* As a packed array of the given one's layout. */
+/* As an array of the given one's layout. */
 static Status convert_operand(const Parts *parts, const View *given, char *data, View *view)
 {
     const Call *part = &parts->part;
@@ -353,7 +353,15 @@ static Status convert_operand(const Parts *parts, const View *given, char *data,
     view->data = data;
     for (int i = 0; i < view->ndim; i++)
         view->strides[i] = given->strides[i] / given->item_bytes * view->item_bytes;
-    return convert_on_device(view, given, part->stream);
+    /* In whatever order it lies, there are no gaps. */
+    View from, to;
+    view_copy(&from, given);
+    view_copy(&to, view);
+    from.ndim = to.ndim = 1;
+    from.shape[0] = to.shape[0] = view_items(given);
+    view_pack(&from);
+    view_pack(&to);
+    return convert_on_device(&to, &from, part->stream);
 }
 
 Status run_part(Parts *parts)
@@ -384,11 +392,15 @@ static Status run_all(Pipeline *pipeline)
         if (status == STATUS_OK) status = stream_wait(lanes->up, lanes->compute);
         if (status == STATUS_OK) status = stream_wait(lanes->compute, lanes->up);
         if (status == STATUS_OK) status = compute(pipeline, number);
+        /* What is left of the last result would come after this part's kernels. */
+        const bool is_behind = number > 0 && traffic_is_behind(pipeline->traffic);
+        if (status == STATUS_OK && is_behind) status = traffic_end_down(pipeline->traffic);
         /* The next result takes the place of the one before this one. */
         if (status == STATUS_OK) status = stream_wait(lanes->compute, lanes->down);
         if (status == STATUS_OK) status = stream_wait(lanes->down, lanes->compute);
         if (status == STATUS_OK) status = begin_down(pipeline, number);
-        if (status == STATUS_OK && number > 0) status = traffic_end_down(pipeline->traffic);
+        if (status == STATUS_OK && number > 0 && !is_behind)
+            status = traffic_end_down(pipeline->traffic);
     }
     if (status == STATUS_OK) status = traffic_end_down(pipeline->traffic);
     return status == STATUS_OK ? look_now_and_then(pipeline, count) : status;

@@ -294,6 +294,10 @@ bool call_is_brief(const Call *call)
 {
     const double most = call->work == WORK_SUMS ? BRIEF_SUMS : BRIEF_ROWS;
     if (call->operations > most) return false;
+    if (call->work == WORK_ROWS) { /* indices are looked at also where there are no rows */
+        const View *indices = &call->inputs[call->in_place ? 0 : 1];
+        if (view_count(indices, 0, indices->ndim) > BRIEF_ROWS) return false;
+    }
     const View *out = &call->out;
     double bytes = (double)out->item_bytes * view_count(out, 0, out->ndim);
     if (call->in_place) { /* rows, of which there may be fewer than x has */

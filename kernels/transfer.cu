@@ -1002,6 +1002,13 @@ Status traffic_begin_down(Traffic *traffic, const Box &box, void *device, void *
     return status;
 }
 
+bool traffic_is_behind(const Traffic *traffic)
+{
+    const auto &down = traffic->down[(traffic->begun + MOST_BEGUN - 1) % MOST_BEGUN];
+    if (down.is_sent) return false;
+    return down.transfer.ring == NULL || down.transfer.ahead < down.transfer.chunks;
+}
+
 Status traffic_end_down(Traffic *traffic)
 {
     auto &down = traffic->down[traffic->ended++ % MOST_BEGUN];

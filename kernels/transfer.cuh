@@ -55,6 +55,8 @@ struct Traffic;
 Status traffic_open(Traffic **traffic);
 Status traffic_up(Traffic *traffic, const Box &box, void *device, void *stream);
 Status traffic_begin_down(Traffic *traffic, const Box &box, void *device, void *stream);
+/* Whether some of what was begun last is not queued yet. */
+bool traffic_is_behind(const Traffic *traffic);
 Status traffic_end_down(Traffic *traffic);
 /* Given what the caller has failed with, if anything, of which it does not end what was begun. */
 Status traffic_close(Traffic *traffic, Status status);

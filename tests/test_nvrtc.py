@@ -262,7 +262,7 @@ def test_a_compiler_that_fails(fake_device, fake_folder):
     script += "print([compile(sizes=sizes) for sizes in ((0, 4), (6, 0), (6, 4))])\n"
     script += LEAK
     opened, *printed, grown = run_child(fake_device.gpuops, script).splitlines()
-    assert int(grown) < 100 << 20
+    assert int(grown) < 400 << 20  # of 500; a sanitizer keeps 256 of what is freed for a while
     assert opened == (
         "NVRTC cannot be opened: ... does not have all functions of NVRTC 12 or later"
     )
