@@ -19,7 +19,7 @@ def numbers(shape, dtype, seed=0):
 
 
 def normal_numbers(shape, dtype, seed=0):
-    """The same without subnormal numbers, to which a GPU's atomic additions of float32 are blind."""
+    """The same without subnormal numbers: a GPU's atomic additions of float32 take them for 0."""
     array = numbers(shape, dtype, seed)
     if array.dtype.kind in "fc":
         parts = array.view(array.real.dtype)

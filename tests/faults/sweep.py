@@ -203,7 +203,7 @@ def require(condition, text):
 
 @functools.cache
 def numpy_asks_python():
-    """Whether the memory of NumPy's arrays comes from Python's allocator, as it does from 2.5 on."""
+    """Whether NumPy takes the memory of its arrays from Python, as it does from 2.5 on."""
     set_nomemory(0, 0)
     try:
         np.empty(10_000)
