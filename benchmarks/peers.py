@@ -89,7 +89,7 @@ def torch_cpu(name: str, function: Callable[..., Any]) -> dict:
     if torch is None:
         return {}
     return {
-        f"torch CPU {name}": Contestant(
+        f"torch CPU {name}".rstrip(): Contestant(
             functools.partial(function, torch), convert=_torch_from_numpy, to_numpy=_torch_to_numpy
         )
     }
@@ -105,7 +105,7 @@ def torch_from_host(name: str, function: Callable[..., Any]) -> dict:
         return function(torch, *(array.cuda() for array in arrays)).cpu()
 
     return {
-        f"torch GPU and back {name}": Contestant(
+        f"torch GPU and back {name}".rstrip(): Contestant(
             call, convert=_torch_from_numpy, to_numpy=_torch_to_numpy
         )
     }
@@ -120,7 +120,7 @@ def cupy_from_host(name: str, function: Callable[..., Any]) -> dict:
     def call(*arrays: Any) -> Any:
         return cupy.asnumpy(function(cupy, *map(cupy.asarray, arrays)))
 
-    return {f"CuPy and back {name}": Contestant(call)}
+    return {f"CuPy and back {name}".rstrip(): Contestant(call)}
 
 
 def torch_gpu(name: str, function: Callable[..., Any], **options: Any) -> dict:

@@ -48,10 +48,10 @@ def ways(operator: Whole) -> dict[str, Contestant]:
         call = functools.partial(operator.ours, device=device)
         contestants[f"gpuops {device}"] = Contestant(call)
     contestants["NumPy"] = Contestant(operator.numpy)
-    contestants |= peers.torch_cpu(operator.name, operator.torch)
-    contestants |= peers.torch_from_host(operator.name, operator.torch)
+    contestants |= peers.torch_cpu("", operator.torch)
+    contestants |= peers.torch_from_host("", operator.torch)
     if operator.cupy:
-        contestants |= peers.cupy_from_host(operator.name, operator.cupy)
+        contestants |= peers.cupy_from_host("", operator.cupy)
     return contestants
 
 
@@ -103,7 +103,7 @@ def into(operator: Whole, like: numpy.ndarray) -> dict[str, Contestant]:
         def call(*arrays: Any) -> Any:
             return target.copy_(operator.torch(torch, *(array.cuda() for array in arrays)))
 
-        contestants[f"torch GPU and back {operator.name}"] = Contestant(
+        contestants["torch GPU and back"] = Contestant(
             call, convert=torch.from_numpy, to_numpy=lambda tensor: tensor.numpy()
         )
     return contestants
