@@ -19,6 +19,7 @@ near every path that stands alone on the command line.
 import contextlib
 import functools
 import gc
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -47,6 +48,9 @@ def pytest_configure(config):
     package = config.getoption("--package")
     if package:
         sys.path.insert(0, str(Path(package).resolve()))
+    # A shell's jobs in the background ignore Ctrl-C, and so do the processes that they start.
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     allow_fixtures_under_hypothesis()
 
 
