@@ -198,13 +198,23 @@ def free_memory() -> None:
         cupy.get_default_memory_pool().free_all_blocks()
 
 
-def settle() -> None:
-    """Wait for all that any library has queued on the GPU, on whatever stream.
+LOOK_SECONDS, MOST_LOOKS = 5e-4, 1000
 
-    They share one CUDA context, so that one of them can wait for all; JAX's stream is its own.
+
+def settle() -> None:
+    """Wait for all that any library has queued on the GPU, on whatever stream, and for its threads.
+
+    They share one CUDA context, so that one of them can wait for all; JAX's stream is its own. The
+    threads of BLAS and OpenMP go on looking for work for a while, up to a fifth of a second, and
+    would take the processor from whoever is timed next.
     """
     if (timer := gpu()) is not None:
         timer.synchronize()
+    for _ in range(MOST_LOOKS):
+        used, started = time.process_time(), time.perf_counter()
+        time.sleep(LOOK_SECONDS)
+        if time.process_time() - used < (time.perf_counter() - started) / 2:
+            return
 
 
 @functools.cache
