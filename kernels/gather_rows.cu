@@ -807,15 +807,18 @@ Status launch_gather_in_place(const DeviceGather &gather, int ndim, DeviceLoop *
 Status launch_gather_rows(DeviceGather gather, int ndim, DeviceLoop *loops, void *stream)
 {
     if (gather.rows == 0 || gather.row_bytes == 0) return STATUS_OK;
-    /* The kernels load the first place's row for all that have none, and there has to be one. */
-    if (gather.axis_begin >= gather.axis_end) {
-        gather.x = gather.out;
+    /* The other kernels load the first place's row for all that have none, and here is none. */
+    const bool is_empty = gather.axis_begin >= gather.axis_end;
+    if (is_empty) {
         gather.axis_stride = 0;
         gather.axis_end = gather.axis_begin;
         for (int i = 0; i < ndim; i++) loops[i].x = 0;
     }
-    return is_one_loop(gather, ndim, loops) ? launch_gather<OneLoop>(gather, ndim, loops, stream)
-                                            : launch_gather<ManyLoops>(gather, ndim, loops, stream);
+    if (is_one_loop(gather, ndim, loops))
+        return is_empty ? launch_in_place<OneLoop>(gather, ndim, loops, stream)
+                        : launch_gather<OneLoop>(gather, ndim, loops, stream);
+    return is_empty ? launch_in_place<ManyLoops>(gather, ndim, loops, stream)
+                    : launch_gather<ManyLoops>(gather, ndim, loops, stream);
 }
 
 #endif

@@ -133,6 +133,19 @@ def test_fill_from_an_empty_axis(gpuops):
     assert result.tolist() == [[4, 4], [4, 4], [4, 4]]
 
 
+@pytest.mark.parametrize("length", [1, 3, 9, 16, 28, 64, 129, 5000])
+@pytest.mark.parametrize(("dtype", "value"), [("u1", 4), ("i2", 5), ("f8", 6), ("S3", b"abc")])
+def test_rows_of_every_length_from_an_empty_axis(gpu, length, dtype, value):
+    """Nothing is loaded where nothing is; TSan sees what a kernel loads from where others write."""
+    for shape in [(0, length), (2, 0, length), (0, 5, length)]:
+        axis = shape.index(0)
+        x = gpu.gpuops.to_device(np.zeros(shape, dtype))
+        result = gpu.gpuops.gather(x, [0, -1, 7], axis=axis, mode="fill", fill_value=value)
+        same(result.to_host(), np.full((*shape[:axis], 3, *shape[axis + 1 :]), value, dtype))
+        with pytest.raises(IndexError, match="index 0 .* size 0"):
+            gpu.gpuops.gather(x, [0, 1], axis=axis).to_host()
+
+
 def test_the_classic_call(gpuops):
     x = np.arange(1 << 16, dtype=np.float32)
     indices = np.random.default_rng(1).integers(0, 1 << 16, size=1 << 14, dtype=np.int32)
