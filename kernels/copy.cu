@@ -101,10 +101,11 @@ struct CopyItems {
                 loaded[k] =
                     *reinterpret_cast<const Word *>((source != NULL ? source : item) + from);
             }
+            /* Where elements of the target share memory, a fill writes the same to it. */
             UNROLL
             for (int k = 0; k < ITEMS_IN_FLIGHT; k++)
                 if (first + k * (int64_t)thread.threads < items)
-                    *reinterpret_cast<Word *>(target + places[k]) = loaded[k];
+                    store_same(reinterpret_cast<Word *>(target + places[k]), loaded[k]);
         }
     }
 

@@ -588,6 +588,19 @@ def test_fill_of_a_view_fills_no_more(gpuops, name, dtype):
     same(d.to_host(), host)
 
 
+@pytest.mark.parametrize("dtype", ["u1", "i2", "V3", "f4", "f8", "c16", "V17"])
+def test_fill_of_shared_memory(gpuops, dtype):
+    """All elements are written the same, however many of them lie in one place."""
+    host = filled_array(40, dtype)
+    item = host.itemsize
+    windows = np.lib.stride_tricks.as_strided(host[2:], (30, 3, 7), (item, 0, item))
+    d = gpuops.to_device(host)
+    value = filled_array((), dtype, seed=3)[()]
+    gpuops.asarray(External(d, host, windows)).fill(value)
+    host[2:38] = value
+    same(d.to_host(), host)
+
+
 WRONG_VALUES = [
     ("u1", 300), ("i2", np.int64(70_000)), ("u1", -1), ("i1", 128), ("i4", 1 << 40),
     ("f4", "text"), ("i4", [1, 2]), ("M8[s]", "nonsense"), ("i4", None), ("f4", object()),
