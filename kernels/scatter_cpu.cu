@@ -30,6 +30,7 @@ struct Work {
     char value[8];   /* what it was when it was read */
     struct Entry *entries;
     int64_t entry_count;
+    const struct WideTable *wide;
 };
 
 template <class T>
@@ -442,11 +443,14 @@ static void sum_range(void *context, int64_t begin, int64_t end)
     }
 }
 
-/* A number of the table and what was added to it, in float32. Nothing else is written back: another
- * thread may be changing it. */
-struct WideSum {
-    float sum;
-    uint32_t is_changed;
+/* A table in float32. Nothing but what indices name is read or written back: another thread may be
+ * changing it. */
+struct WideTable {
+    char *x;
+    float *sums;
+    int64_t *places;       /* of the indices */
+    bool *is_named;        /* a place */
+    int64_t items, stride; /* of a row */
 };
 
 template <class T, int COUNT>
@@ -454,28 +458,22 @@ struct AddWider {
     static void row(char *sums, const char *value, int64_t row_bytes)
     {
         const int64_t count = COUNT > 0 ? COUNT : row_bytes / (int64_t)sizeof(T);
-        WideSum *wide = reinterpret_cast<WideSum *>(sums);
-        for (int64_t i = 0; i < count; i++) {
-            const float number = static_cast<float>(load<T>(value + i * sizeof(T)));
-            wide[i] = {wide[i].sum + number, 1};
-        }
+        float *wide = reinterpret_cast<float *>(sums);
+        for (int64_t i = 0; i < count; i++)
+            wide[i] += static_cast<float>(load<T>(value + i * sizeof(T)));
     }
-};
-
-struct WideTable {
-    char *x;
-    WideSum *sums;
-    int64_t items, stride; /* of a row */
 };
 
 template <class T>
 static void widen_table(void *context, int64_t begin, int64_t end)
 {
     const WideTable table = *static_cast<const WideTable *>(context);
-    for (int64_t i = begin; i < end; i++)
+    for (int64_t i = begin; i < end; i++) {
+        if (!table.is_named[i]) continue;
         for (int64_t k = 0; k < table.items; k++)
-            table.sums[i * table.items + k] = {
-                static_cast<float>(load<T>(table.x + i * table.stride + k * sizeof(T))), 0};
+            table.sums[i * table.items + k] =
+                static_cast<float>(load<T>(table.x + i * table.stride + k * sizeof(T)));
+    }
 }
 
 template <class T>
@@ -483,10 +481,27 @@ static void round_table(void *context, int64_t begin, int64_t end)
 {
     const WideTable table = *static_cast<const WideTable *>(context);
     for (int64_t i = begin; i < end; i++) {
-        for (int64_t k = 0; k < table.items; k++) {
-            const WideSum &wide = table.sums[i * table.items + k];
-            if (wide.is_changed) store<T>(table.x + i * table.stride + k * sizeof(T), T(wide.sum));
-        }
+        if (!table.is_named[i]) continue;
+        for (int64_t k = 0; k < table.items; k++)
+            store<T>(table.x + i * table.stride + k * sizeof(T),
+                     T(table.sums[i * table.items + k]));
+    }
+}
+
+/* The places that the indices mean, so that those that are named are those that are added to,
+ * whatever others do to the indices. For none it is the one behind the last. */
+template <class Index>
+static void name_places(void *context, int64_t begin, int64_t end)
+{
+    const Work *work = static_cast<const Work *>(context);
+    const WideTable table = *work->wide;
+    const int64_t size = work->scatter->axis_size;
+    const Mode mode = work->scatter->mode;
+    const char *indices = work->scatter->indices;
+    for (int64_t i = begin; i < end; i++) {
+        const int64_t place = place_of(load<Index>(indices + i * sizeof(Index)), size, mode);
+        table.places[i] = place >= 0 ? place : size;
+        __atomic_store_n(&table.is_named[table.places[i]], true, __ATOMIC_RELAXED);
     }
 }
 
@@ -496,24 +511,41 @@ template <class T>
 static bool sum_in_table(Work *work)
 {
     const Scatter &given = *work->scatter;
-    const int64_t items = given.row_bytes / (int64_t)sizeof(T), places = given.axis_size;
-    WideTable table = {given.x, NULL, items, axis_offset(given, 1)};
-    table.sums = static_cast<WideSum *>(malloc((size_t)(places * items) * sizeof(WideSum)));
-    if (table.sums == NULL) return false;
-    const int64_t grain = GRAIN_BYTES / (items * (int64_t)sizeof(WideSum)) + 1;
-    parallel_for(places, grain, widen_table<T>, &table);
+    const int64_t items = given.row_bytes / (int64_t)sizeof(T), size = given.axis_size;
+    const size_t places_bytes = (size_t)given.index_count * sizeof(int64_t);
+    const size_t sums_bytes = (size_t)(size * items) * sizeof(float);
+    char *room = static_cast<char *>(malloc(places_bytes + sums_bytes + (size_t)size + 1));
+    if (room == NULL) return false;
+    WideTable table = {given.x,
+                       reinterpret_cast<float *>(room + places_bytes),
+                       reinterpret_cast<int64_t *>(room),
+                       reinterpret_cast<bool *>(room + places_bytes + sums_bytes),
+                       items,
+                       axis_offset(given, 1)};
+    memset(table.is_named, 0, (size_t)size);
+    work->wide = &table;
+    with_index_type(given.index_dtype, [&](auto zero) {
+        parallel_for(given.index_count, GRAIN_BYTES / (int64_t)sizeof(int64_t),
+                     name_places<decltype(zero)>, work);
+    });
+    const int64_t grain = GRAIN_BYTES / (items * (int64_t)sizeof(float)) + 1;
+    parallel_for(size, grain, widen_table<T>, &table);
     Scatter wider = given;
     wider.x = reinterpret_cast<char *>(table.sums);
     wider.axis_ndim = 1;
-    wider.axis_strides[0] = items * (int64_t)sizeof(WideSum);
+    wider.axis_strides[0] = items * (int64_t)sizeof(float);
+    wider.indices = room;
+    wider.index_dtype = DTYPE_INT64;
+    wider.mode = MODE_FILL;
     work->scatter = &wider;
+    work->find = find_places<int64_t>;
     if (items == 1)
         run_rows<AddWider<T, 1>>(work);
     else
         run_rows<AddWider<T, 0>>(work);
     work->scatter = &given;
-    parallel_for(places, grain, round_table<T>, &table);
-    free(table.sums);
+    parallel_for(size, grain, round_table<T>, &table);
+    free(room);
     return true;
 }
 
@@ -589,7 +621,7 @@ Status scatter_on_cpu(const Call *call, const Scatter &scatter)
 {
     const bool large =
         (double)scatter.axis_size * (double)scatter.row_bytes > (double)LARGE_TABLE_BYTES;
-    Work work = {&scatter, NULL, 1, large, PTHREAD_MUTEX_INITIALIZER, NULL, "", NULL, 0};
+    Work work = {&scatter, NULL, 1, large, PTHREAD_MUTEX_INITIALIZER, NULL, "", NULL, 0, NULL};
     with_index_type(scatter.index_dtype, [&](auto zero) {
         using Index = decltype(zero);
         work.find = find_places<Index>;
