@@ -688,6 +688,20 @@ static PyObject *array_reduce(PyObject *self, PyObject *unused)
     return result;
 }
 
+static PyObject *array_deep_copy(PyObject *self, PyObject *memo)
+{
+    (void)memo;
+    PyObject *call = array_reduce(self, NULL);
+    PyObject *where =
+        call == NULL ? NULL : Py_BuildValue("{s:i}", "device", device_of(array_of(self)));
+    PyObject *result =
+        where == NULL ? NULL
+                      : PyObject_Call(PyTuple_GetItem(call, 0), PyTuple_GetItem(call, 1), where);
+    Py_XDECREF(call);
+    Py_XDECREF(where);
+    return result;
+}
+
 /* Refusals. */
 
 static PyObject *refuse_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
@@ -815,9 +829,9 @@ static PyMethodDef array_type_methods[] = {
     {"__reversed__", refuse_reversed, METH_NOARGS,
      "__reversed__($self)\n--\n\nRaises TypeError, as iteration does."},
     {"__copy__", array_plain_copy, METH_NOARGS, "__copy__($self)\n--\n\nThe same as `copy`."},
-    {"__deepcopy__", array_plain_copy, METH_O,
+    {"__deepcopy__", array_deep_copy, METH_O,
      "__deepcopy__($self, memo, /)\n--\n\n"
-     "The same as `copy`: the elements stay on the GPU, and the call does not wait."},
+     "Through the host, as pickle, and back to the array's own GPU; `copy` stays there."},
     {"__reduce__", array_reduce, METH_NOARGS,
      "__reduce__($self)\n--\n\n"
      "For pickle: the elements go through the host, and to the default GPU when they are read."},
@@ -840,8 +854,8 @@ static PyType_Slot array_type_slots[] = {
      "`from_dlpack`, and by operators on such arrays.\n\n"
      "It is as long-lived as the longest-lived of its views. Operators on it enqueue their work\n"
      "and return; `to_host` waits. Libraries that speak DLPack or ``__cuda_array_interface__``\n"
-     "take it without a copy. Comparison is by identity. ``copy.copy`` and ``copy.deepcopy`` copy\n"
-     "on the GPU, as `copy` does, and pickle goes through the host.\n\n"
+     "take it without a copy. Comparison is by identity. ``copy.copy`` copies on the GPU,\n"
+     "as `copy` does; pickle and ``copy.deepcopy`` go through the host.\n\n"
      "``d[i]`` and ``d[a:b:c]`` are views along the first axis, ``d[...]`` is one of the whole\n"
      "array. Nothing fetches it unless told to: NumPy functions, iteration and truth value raise\n"
      "TypeError.\n\n"
