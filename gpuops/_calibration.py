@@ -17,9 +17,11 @@ import numpy
 
 from . import _cache, _core
 
-# Matrices of float32 that take about as long as the smaller and the larger calls of the others.
-_SMALL, _LARGE, _INTEGERS = 64, 384, 64
+# Matrices that take SMALL_SUMS, LARGE_SUMS and FAR_SUMS multiplications (kernels/gpuops.h).
+_SIDES = {"small": 64, "large": 256, "far": 813}
+_INTEGERS = 64
 _REPEATS = 4
+_ENOUGH_SECONDS = 5e-3
 
 # What decides with how many threads NumPy multiplies.
 _BLAS_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
@@ -76,11 +78,11 @@ def _decoded(entry: bytes | None) -> dict[str, float]:
 
 
 def _add_products(rates: dict[str, float]) -> None:
-    matrices = [numpy.ones((size, size), numpy.float32) for size in (_SMALL, _LARGE)]
-    small, large = (_seconds_of_product(matrix) for matrix in matrices)
+    for size, side in _SIDES.items():
+        matrix = numpy.ones((side, side), numpy.float32)
+        rates[f"matmul.cpu_{size}"] = _seconds_of_product(matrix)
     integers = _seconds_of_product(numpy.ones((_INTEGERS, _INTEGERS), numpy.int32))
-    rates["matmul.cpu_small"], rates["matmul.cpu_large"] = small, large
-    rates["integer_factor"] = max(integers / small, 1.0)
+    rates["integer_factor"] = max(integers / rates["matmul.cpu_small"], 1.0)
 
 
 def _seconds_of_product(matrix: numpy.ndarray) -> float:
@@ -90,8 +92,8 @@ def _seconds_of_product(matrix: numpy.ndarray) -> float:
 
 
 def _fastest(call: Callable[[], object]) -> float:
-    times = []
-    for _ in range(_REPEATS):
+    times: list[float] = []
+    while len(times) < 2 or (len(times) < _REPEATS and sum(times) < _ENOUGH_SECONDS):
         started = time.perf_counter()
         call()
         times.append(time.perf_counter() - started)

@@ -146,7 +146,8 @@ void describe_on_device(const Gather &gather, int64_t axis_count, bool as_it_lie
 Status gather_host_table(Call *call, const Gather &gather, int64_t index_count);
 /* What is known of a call with such a table, which is held, before its way is chosen; and how far
  * off the device finds it, if it reaches it. */
-void describe_case(Gather *gather, int64_t index_count, int64_t room_bytes, GatherCase *found);
+void describe_case(Gather *gather, int device, int64_t index_count, int64_t room_bytes,
+                   GatherCase *found);
 /* The way. Where much would go up for few indices of the host, they are looked at first. That takes
  * a copy, to be freed by the caller, if there is none yet: gather goes by it from then on. */
 Status choose_way(Gather *gather, int64_t index_count, GatherCase *found, GatherPlan *plan,

@@ -40,7 +40,8 @@ static int64_t bytes_up(const Gather &gather, int64_t room_bytes)
     return bytes <= room_bytes ? bytes : packed_bytes(gather);
 }
 
-void describe_case(Gather *gather, int64_t index_count, int64_t room_bytes, GatherCase *found)
+void describe_case(Gather *gather, int device, int64_t index_count, int64_t room_bytes,
+                   GatherCase *found)
 {
     *found = {};
     found->room_bytes = room_bytes;
@@ -49,7 +50,7 @@ void describe_case(Gather *gather, int64_t index_count, int64_t room_bytes, Gath
     found->rows = gather_rows(*gather);
     found->row_bytes = gather->row_bytes;
     found->index_bytes = index_count * gather->index_bytes;
-    if (cpu_threads(&found->threads) != STATUS_OK) found->threads = 1; /* the CPU is not asked */
+    route_gather_rates(device, (double)found->table_bytes, &found->rates);
     if (found->table_bytes > GATHER_LEAST_CHOICE_BYTES)
         found->is_reachable = is_reachable(*gather, &gather->to_device);
 }
@@ -365,7 +366,7 @@ static Status gather_described(HostTable *table)
     if (!is_small)
         room -= room / 10 + (is_there ? 0 : table->index_count * table->gather.index_bytes);
     if (room < 0) room = 0;
-    describe_case(&table->gather, table->index_count, room, found);
+    describe_case(&table->gather, call->device, table->index_count, room, found);
     found->result_on_device = true;
     found->indices_on_device = call->inputs[1].device != DEVICE_CPU;
     if (status == STATUS_OK && !is_small) status = pack_host_indices(table);

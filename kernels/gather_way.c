@@ -5,15 +5,16 @@
  * way of the indices, are the same for all of them, and short. */
 #include "gather_way.h"
 
-/* Of machines with PCIe 5: on others all ways that use the bus are slower alike. */
+/* Of a machine that was not measured: the bus is PCIe 5, as slower ones slow all ways that use it
+ * alike; a thread copies so much into page-locked buffers, and gathers rows at so much for each of
+ * them and for each of their bytes. */
 #define BUS_BYTES_PER_SECOND 50e9
-/* A thread that copies into a page-locked buffer, and how many do (transfer.cu). */
 #define COPIED_BYTES_PER_SECOND 8e9
-#define MOST_COPYING 9
-/* A thread that gathers: what a row costs it, and each byte of it. */
+#define MOST_COPYING 9 /* threads (transfer.cu) */
 #define SECONDS_PER_ROW 40e-9
 #define GATHERED_BYTES_PER_SECOND 3e9
 #define MOST_GATHERING 16
+
 /* What the device can ask for over the bus, whatever the rows' length. */
 #define ROWS_IN_PLACE_PER_SECOND 115e6
 /* To wait for the device, and fetch indices from it. */
@@ -36,12 +37,21 @@ static int fewer(int one, int other)
     return one < other ? one : other;
 }
 
+void gather_guess_rates(int threads, GatherRates *rates)
+{
+    const int copying = fewer(threads, MOST_COPYING), gathering = fewer(threads, MOST_GATHERING);
+    rates->byte_up = 1 / BUS_BYTES_PER_SECOND;
+    rates->byte_copied_up = longer(rates->byte_up, 1 / (copying * COPIED_BYTES_PER_SECOND));
+    rates->host_row = SECONDS_PER_ROW / gathering;
+    rates->host_byte = 1 / (GATHERED_BYTES_PER_SECOND * gathering);
+}
+
 static double seconds_up(const GatherCase *given)
 {
-    const double seconds = given->range_bytes / BUS_BYTES_PER_SECOND;
-    const int threads = fewer(given->threads, MOST_COPYING);
-    if (given->is_reachable) return seconds; /* page-locked memory takes no thread */
-    return longer(seconds, given->range_bytes / (threads * COPIED_BYTES_PER_SECOND));
+    const GatherRates *rates = &given->rates;
+    /* Page-locked memory takes no thread. */
+    return (double)given->range_bytes *
+           (given->is_reachable ? rates->byte_up : rates->byte_copied_up);
 }
 
 /* Each window is looked at for all rows. */
@@ -54,22 +64,36 @@ static double seconds_of_windows(const GatherCase *given)
 
 static double seconds_of_rows(const GatherCase *given)
 {
-    return (double)given->rows * given->row_bytes / BUS_BYTES_PER_SECOND;
+    return (double)given->rows * (double)given->row_bytes * given->rates.byte_up;
 }
 
 static double seconds_in_place(const GatherCase *given)
 {
-    return longer(seconds_of_rows(given), given->rows / ROWS_IN_PLACE_PER_SECOND);
+    return longer(seconds_of_rows(given), (double)given->rows / ROWS_IN_PLACE_PER_SECOND);
 }
 
 static double seconds_on_host(const GatherCase *given)
 {
-    const double row = SECONDS_PER_ROW + given->row_bytes / GATHERED_BYTES_PER_SECOND;
-    const double gathering = given->rows * row / fewer(given->threads, MOST_GATHERING);
-    double seconds = longer(seconds_of_rows(given), gathering);
+    const GatherRates *rates = &given->rates;
+    const double row = rates->host_row + (double)given->row_bytes * rates->host_byte;
+    double seconds = longer(seconds_of_rows(given), (double)given->rows * row);
     if (given->indices_on_device)
-        seconds += SECONDS_TO_FETCH + given->index_bytes / BUS_BYTES_PER_SECOND;
+        seconds += SECONDS_TO_FETCH + (double)given->index_bytes * rates->byte_up;
     return seconds;
+}
+
+double gather_seconds(const GatherCase *given, GatherWay way)
+{
+    switch (way) {
+    case GATHER_WINDOWS:
+        return seconds_of_windows(given);
+    case GATHER_IN_PLACE:
+        return seconds_in_place(given);
+    case GATHER_ON_HOST:
+        return seconds_on_host(given);
+    default:
+        return seconds_up(given);
+    }
 }
 
 GatherPlan gather_way(const GatherCase *given)

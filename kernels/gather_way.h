@@ -17,14 +17,22 @@ typedef enum GatherWay {
     GATHER_ON_HOST,  /* threads gather the rows into page-locked buffers, which go up */
 } GatherWay;
 
+/* How fast the machine is: seconds, */
+typedef struct GatherRates {
+    double byte_up;        /* of a byte over the bus from page-locked memory, */
+    double byte_copied_up; /* and from other memory, which threads copy there first; */
+    double host_row;       /* of a row that the threads of the host gather, */
+    double host_byte;      /* and of each of its bytes */
+} GatherRates;
+
 typedef struct GatherCase {
     int64_t table_bytes;
     int64_t range_bytes;     /* from the first place that is taken to the last, or of the table */
     int64_t place_bytes;     /* of one place of the axis, the least that goes up at a time */
     int64_t rows, row_bytes; /* that are taken, each in one piece */
     int64_t index_bytes;
-    int64_t room_bytes;    /* in the memory of the device, for the table */
-    int threads;           /* that this process may use */
+    int64_t room_bytes; /* in the memory of the device, for the table */
+    GatherRates rates;
     bool is_reachable;     /* the table is page-locked, and the device can read it in place */
     bool result_on_device; /* and not on the host */
     bool indices_on_device;
@@ -40,6 +48,16 @@ typedef struct GatherPlan {
 
 /* The way that is expected to take the shortest time. */
 GatherPlan gather_way(const GatherCase *given);
+
+/* What a way is expected to take, but for the way of the indices and the device's own work on what
+ * is there, which are the same for all. */
+double gather_seconds(const GatherCase *given, GatherWay way);
+
+/* Of a machine that was not measured, where a process may use so many threads. */
+void gather_guess_rates(int threads, GatherRates *rates);
+
+/* What is known of a device and the host, or guessed (route.c), for a table of so many bytes. */
+void route_gather_rates(int device, double table_bytes, GatherRates *rates);
 
 /* Whether to look at all indices for the range of places that they mean takes little time beside
  * sending the table up. */

@@ -421,20 +421,35 @@ typedef struct Route {
  * operator, and how fast one GPU is reached. */
 enum {
     RATE_CPU_SMALL, /* of an operator: for operands that a core's own cache holds, */
-    RATE_CPU_LARGE, /* and for those that no cache of a core does; */
-    RATE_GPU,       /* for arrays on the GPU */
+    RATE_CPU_LARGE, /* for those that no cache of a core does, */
+    RATE_CPU_FAR,   /* and for those that no cache at all does; */
+    RATE_GPU,       /* for arrays on the GPU; */
+    RATE_START,     /* and of a call between host arrays that goes there and does next to nothing */
     RATES_OF_OPERATOR
 };
 enum {
     RATE_INTEGER_FACTOR = OPERATORS * RATES_OF_OPERATOR, /* sums of integers on the CPU */
     RATE_GPU_DOUBLE_FACTOR,                              /* sums of float64 on the GPU, */
     RATE_GPU_SHORT_FACTOR,                               /* and of 16-bit floats */
-    RATE_START,                                          /* of a call that goes to the GPU */
     RATE_UP_SMALL,                                       /* a byte of short copies, */
-    RATE_UP_LARGE,                                       /* and of long ones */
+    RATE_UP_LARGE,                                       /* of long ones, */
+    RATE_UP_LOCKED,                                      /* and of these from page-locked memory */
     RATE_DOWN_SMALL,
     RATE_DOWN_LARGE,
+    RATE_BOTH_WAYS, /* of copies up and down at the same time, the part of the shorter one that
+                     * comes on top of the longer one */
     RATES
+};
+/* The calls that were measured: elements of float32 in an operand, and of a table that is read in
+ * rows; and about so many multiplications. */
+enum {
+    SMALL_ITEMS = 16 << 10,
+    LARGE_ITEMS = 4 << 20,
+    FAR_ITEMS = 16 << 20,
+    FAR_TABLE_ITEMS = 3 * FAR_ITEMS,
+    SMALL_SUMS = 1 << 18,
+    LARGE_SUMS = 1 << 24,
+    FAR_SUMS = 1 << 29,
 };
 const char *rate_name(int rate, char *text, size_t size);
 
@@ -442,7 +457,7 @@ const char *rate_name(int rate, char *text, size_t size);
 typedef enum Measured { MEASURED_NOT, MEASURED_UNDER_WAY, MEASURED_FAILED, MEASURED } Measured;
 Measured machine_measured(int device);
 /* Of those who come at once, one is to measure it, and to tell what came of it. That it could not
- * be done holds for all but those who try again. */
+ * be done holds for a while, longer each time, for all but those who try again. */
 bool machine_claim(int device, bool again);
 void machine_tell(int device, Measured measured, const double rates[RATES]);
 /* STATUS_VALUE_ERROR where a rate is no positive number. */

@@ -1,25 +1,40 @@
 /* How fast this machine is, for the cost model of route.c: each operator is run on arrays of two
- * sizes on the CPU, and on the GPU on arrays that are there; and a few copies up and down, and a
- * call from the host that hardly does anything. It takes some tens of milliseconds.
+ * sizes on the CPU, and what is bound by memory on arrays that no cache holds; on the GPU on arrays
+ * that are there, and on small ones that come from the host; and there are a few copies, up, down
+ * and both at a time. It takes some tens of milliseconds.
  *
- * Of a product of matrices nothing is run: on the CPU it is NumPy's, and on the GPU it may be that
- * of a library that takes long to open. There the number of multiprocessors and their clock tell.
+ * Of products of matrices only a small one is run, of integers, which are our own kernels' work: on
+ * the CPU they are NumPy's, and those of floats on the GPU may be that of a library that takes long
+ * to open. There the number of multiprocessors and their clock tell.
  */
 #include "common.cuh"
 
 #include <math.h>
 #include <stdlib.h>
+#include <sys/mman.h>
 #include <time.h>
 
-/* Elements of float32 in each operand, and pixels of an image. */
-constexpr int64_t SMALL_ITEMS = 16 << 10, LARGE_ITEMS = 4 << 20, GPU_ITEMS = 1 << 20;
-constexpr int64_t SMALL_IMAGE = 128, LARGE_IMAGE = 1024, WEIGHTS = 5;
+/* A call: elements of float32 in each operand, of which a table may have more; the rows that are
+ * taken of it, whose positions are as many bytes as the elements where they are half as many; and
+ * the pixels of an image's side. */
+struct Size {
+    int64_t items, table, rows, image;
+};
+
+constexpr int64_t WEIGHTS = 5, GPU_ITEMS = 1 << 20;
+constexpr Size SMALL = {SMALL_ITEMS, SMALL_ITEMS, SMALL_ITEMS / 2, 102}; /* SMALL_SUMS */
+constexpr Size LARGE = {LARGE_ITEMS, LARGE_ITEMS, LARGE_ITEMS / 2, 819}; /* LARGE_SUMS */
+constexpr Size FAR = {FAR_ITEMS, FAR_TABLE_ITEMS, 512 << 10, 0};
+constexpr Size ON_GPU = {GPU_ITEMS, GPU_ITEMS, GPU_ITEMS / 2, 1024};
+constexpr Size TINY = {16, 16, 8, 16};
 constexpr int64_t TINY_COPY_BYTES = 4 << 10, SHORT_COPY_BYTES = 256 << 10,
                   LONG_COPY_BYTES = 16 << 20;
 constexpr int AREAS = GPUOPS_MAX_INPUTS + 2; /* operands, the result, and indices or weights */
 
-constexpr int MOST_REPEATS = 5;
+constexpr int MOST_REPEATS = 3;
 constexpr double ENOUGH_SECONDS = 5e-3; /* for one figure */
+/* What else disturbs a call is none of the copies' doing. */
+constexpr double LEAST_SHARE = 1e-3, MOST_SHARE = 2;
 
 /* Memory on the host or on the device, with room for an operand in each area. */
 struct Areas {
@@ -83,20 +98,20 @@ static bool is_named(const char *at, size_t length, const char *name)
     return strlen(name) == length && memcmp(at, name, length) == 0;
 }
 
-/* The operands of a call on so many elements. False: they are matrices. */
-static bool fill_operands(const Areas &areas, int64_t items, int64_t side, Call *call)
+/* The operands of a call. False: they are matrices. The table of a call in place ends where the
+ * result of others does. */
+static bool fill_operands(const Areas &areas, const Size &size, Call *call)
 {
     const bool in_place = strstr(call->op->signature, " out=") == NULL &&
                           strstr(call->op->signature, " output=") == NULL;
     const bool filters = strstr(call->op->signature, "weights") != NULL;
-    const int64_t image[] = {side, side}, weights[] = {WEIGHTS, WEIGHTS};
-    const int64_t rows = items / 2; /* whose positions are as many bytes as the elements */
+    const bool takes_rows = strstr(call->op->signature, "indices") != NULL;
+    const int64_t image[] = {size.image, size.image}, weights[] = {WEIGHTS, WEIGHTS};
     call->input_count = 0;
     bool is_first = true;
     for (const char *at = call->op->signature; *at != '\0'; at += strspn(at, ", ")) {
         const size_t length = strcspn(at, ",");
         const bool is_array = *at != '*' && *at != '/' && memchr(at, '=', length) == NULL;
-        const int area = call->input_count;
         if (!is_array) {
             at += length;
             continue;
@@ -104,33 +119,46 @@ static bool fill_operands(const Areas &areas, int64_t items, int64_t side, Call 
         if (is_named(at, length, "b")) return false;
         View view;
         if (is_named(at, length, "indices"))
-            view = view_of(areas, AREAS - 1, DTYPE_INT64, 1, &rows);
+            view = view_of(areas, AREAS - 1, DTYPE_INT64, 1, &size.rows);
         else if (is_named(at, length, "values"))
-            view = view_of(areas, area, DTYPE_FLOAT32, 1, &rows);
+            view = view_of(areas, 0, DTYPE_FLOAT32, 1, &size.rows);
         else if (is_named(at, length, "weights"))
             view = view_of(areas, AREAS - 1, DTYPE_FLOAT32, 2, weights);
         else if (filters)
-            view = view_of(areas, area, DTYPE_FLOAT32, 2, image);
+            view = view_of(areas, call->input_count, DTYPE_FLOAT32, 2, image);
         else
-            view = view_of(areas, area, DTYPE_FLOAT32, 1, &items);
+            view = view_of(areas, call->input_count, DTYPE_FLOAT32, 1,
+                           takes_rows ? &size.table : &size.items);
         view_copy(is_first && in_place ? &call->out : &call->inputs[call->input_count++], &view);
         is_first = false;
         at += length;
     }
-    if (in_place) call->out.data = area_of(areas, AREAS - 2);
+    const int64_t beyond = (size.table - size.items) * (int64_t)sizeof(float);
+    if (in_place) call->out.data = area_of(areas, AREAS - 2) - beyond;
     return true;
 }
 
-static Status prepare(const Operator *op, const Areas &areas, int64_t items, int64_t side,
-                      Call *call, bool *is_known)
+static void fill_matrices(const Areas &areas, const Size &size, Call *call)
+{
+    const int64_t shape[] = {size.image, size.image};
+    call->input_count = 2;
+    for (int i = 0; i < 2; i++) {
+        View view = view_of(areas, i, DTYPE_INT32, 2, shape);
+        view_copy(&call->inputs[i], &view);
+    }
+}
+
+/* False: it multiplies matrices. */
+static Status prepare(const Operator *op, const Areas &areas, const Size &size, Call *call,
+                      bool *is_known)
 {
     memset(call, 0, sizeof *call);
     call->op = op;
     call->device = areas.device;
     call->stream = areas.stream;
     call->slot = -1;
-    *is_known = fill_operands(areas, items, side, call);
-    if (!*is_known) return STATUS_OK;
+    *is_known = fill_operands(areas, size, call);
+    if (!*is_known) fill_matrices(areas, size, call);
     Status status = op->plan(call);
     if (status != STATUS_OK || call->in_place) return status;
     View out = view_of(areas, AREAS - 2, call->out.dtype, call->out.ndim, call->out.shape);
@@ -140,13 +168,13 @@ static Status prepare(const Operator *op, const Areas &areas, int64_t items, int
 }
 
 /* Positions without an order, and weights that are no product of a row and a column. */
-static void fill_indices(char *area, int64_t items)
+static void fill_indices(char *area, const Size &size, uint64_t *state)
 {
     int64_t *indices = reinterpret_cast<int64_t *>(area);
-    uint64_t state = 1;
-    for (int64_t i = 0; i < items / 2; i++) {
-        state = state * 6364136223846793005u + 1442695040888963407u;
-        indices[i] = (int64_t)(state >> 33) & (items - 1);
+    const uint64_t places = (uint64_t)size.table;
+    for (int64_t i = 0; i < size.rows; i++) {
+        *state = *state * 6364136223846793005u + 1442695040888963407u;
+        indices[i] = (int64_t)((*state >> 33) * places >> 31);
     }
 }
 
@@ -164,29 +192,54 @@ static const Operator OPERATOR_ROWS[] = {
 };
 
 /* The weights take the place of indices: each operator has one of them at most. */
-static void fill_last_area(const Operator *op, char *area, int64_t items)
+static void fill_last_area(const Operator *op, char *area, const Size &size)
 {
+    uint64_t state = 1;
     if (strstr(op->signature, "weights") != NULL)
         fill_weights(area);
     else if (strstr(op->signature, "indices") != NULL)
-        fill_indices(area, items);
+        fill_indices(area, size, &state);
 }
 
-static Status measure_on_cpu(const Areas &areas, int64_t items, int64_t side, int rate,
-                             double *rates)
+static Status measure_on_cpu(const Areas &areas, const Size &size, int rate, double *rates)
 {
     for (const Operator &op : OPERATOR_ROWS) {
         Call call;
         bool is_known;
         double seconds;
-        fill_last_area(&op, area_of(areas, AREAS - 1), items);
-        Status status = prepare(&op, areas, items, side, &call, &is_known);
+        fill_last_area(&op, area_of(areas, AREAS - 1), size);
+        Status status = prepare(&op, areas, size, &call, &is_known);
         if (status == STATUS_OK && is_known) {
             status = fastest([&] { return run_call(&call); }, &seconds);
             if (status == STATUS_OK)
                 rates[op.number * RATES_OF_OPERATOR + rate] = seconds / route_units(&call);
         }
         if (status != STATUS_OK) return status;
+    }
+    return STATUS_OK;
+}
+
+/* Rows by other positions each time, since those of the last time are in a cache; and additions,
+ * which tell how fast memory is. */
+static Status measure_far(const Areas &areas, double *rates)
+{
+    constexpr int TIMES = 2;
+    uint64_t state = 1;
+    for (const Operator &op : OPERATOR_ROWS) {
+        Call call;
+        bool is_known;
+        double least = 0;
+        Status status = prepare(&op, areas, FAR, &call, &is_known);
+        if (call.work != WORK_ROWS && op.number != OPERATOR_add) continue;
+        for (int i = 0; i < TIMES && status == STATUS_OK; i++) {
+            if (call.work == WORK_ROWS) fill_indices(area_of(areas, AREAS - 1), FAR, &state);
+            const double started = now();
+            status = run_call(&call);
+            const double taken = fmax(now() - started, 1e-9);
+            if (i == 0 || taken < least) least = taken;
+        }
+        if (status != STATUS_OK) return status;
+        rates[op.number * RATES_OF_OPERATOR + RATE_CPU_FAR] = least / route_units(&call);
     }
     return STATUS_OK;
 }
@@ -206,11 +259,10 @@ static Status measure_on_gpu(const Areas &host, const Areas &areas, double *rate
         Call call;
         bool is_known;
         double one = 0, several = 0;
-        const int64_t side = LARGE_IMAGE, items = GPU_ITEMS;
-        Status status = prepare(&op, areas, items, side, &call, &is_known);
+        Status status = prepare(&op, areas, ON_GPU, &call, &is_known);
         if (status == STATUS_OK && is_known) {
-            fill_last_area(&op, area_of(host, AREAS - 1), items);
-            const int64_t bytes = items / 2 * (int64_t)sizeof(int64_t);
+            fill_last_area(&op, area_of(host, AREAS - 1), ON_GPU);
+            const int64_t bytes = ON_GPU.rows * (int64_t)sizeof(int64_t);
             View from = view_of(host, AREAS - 1, DTYPE_INT8, 1, &bytes),
                  to = view_of(areas, AREAS - 1, DTYPE_INT8, 1, &bytes);
             status = copy_view(&to, &from, areas.stream);
@@ -258,18 +310,58 @@ static Status measure_copies(const Areas &to, const Areas &from, double *small, 
     return status;
 }
 
-static Status measure_start(const Areas &host, int device, Stream *stream, double *seconds)
+static Status measure_locked_copy(const Areas &to, double *rate)
+{
+    void *block;
+    double seconds = 0;
+    Status status = pinned_allocate(to.device, LONG_COPY_BYTES, &block);
+    if (status != STATUS_OK) return status;
+    const Areas from = {static_cast<char *>(block), LONG_COPY_BYTES, DEVICE_CPU, NULL};
+    status = time_copy(to, from, LONG_COPY_BYTES, &seconds);
+    pinned_free(block);
+    *rate = seconds / (double)LONG_COPY_BYTES;
+    return status;
+}
+
+/* A call between host arrays on the device. */
+static Status time_whole(const Operator &op, const Areas &host, int device, Stream *stream,
+                         const Size &size, double *seconds)
 {
     /* Made anew each time: after a run its inputs are the copies that were on the GPU. */
     const auto run = [&] {
         Call call;
         bool is_known;
-        Status status = prepare(&OPERATOR_ROWS[OPERATOR_add], host, 16, 16, &call, &is_known);
+        Status status = prepare(&op, host, size, &call, &is_known);
         call.device = device;
         call.stream = stream;
         return status == STATUS_OK ? run_call(&call) : status;
     };
     return fastest(run, seconds);
+}
+
+static Status measure_starts(const Areas &host, int device, Stream *stream, double *rates)
+{
+    for (const Operator &op : OPERATOR_ROWS) {
+        fill_last_area(&op, area_of(host, AREAS - 1), TINY);
+        Status status = time_whole(op, host, device, stream, TINY,
+                                   &rates[op.number * RATES_OF_OPERATOR + RATE_START]);
+        if (status != STATUS_OK) return status;
+    }
+    return STATUS_OK;
+}
+
+/* By a call whose parts go up and down at the same time, as many bytes each way. */
+static Status measure_both_ways(const Areas &host, int device, Stream *stream, double *rates)
+{
+    const double bytes = (double)FAR.items * sizeof(float);
+    const double up = bytes * rates[RATE_UP_LARGE], down = bytes * rates[RATE_DOWN_LARGE];
+    double seconds = 0;
+    Status status =
+        time_whole(OPERATOR_ROWS[OPERATOR_sigmoid], host, device, stream, FAR, &seconds);
+    seconds -= rates[OPERATOR_sigmoid * RATES_OF_OPERATOR + RATE_START];
+    const double share = (seconds - fmax(up, down)) / fmin(up, down);
+    rates[RATE_BOTH_WAYS] = fmin(fmax(share, LEAST_SHARE), MOST_SHARE);
+    return status;
 }
 
 /* A multiprocessor does 128 multiplications of float32 at a clock, with additions, and matrices
@@ -311,7 +403,9 @@ static Status measure_with_gpu(const Areas &host, int device, double *rates)
         status = measure_copies(areas, host, &rates[RATE_UP_SMALL], &rates[RATE_UP_LARGE]);
     if (status == STATUS_OK)
         status = measure_copies(host, areas, &rates[RATE_DOWN_SMALL], &rates[RATE_DOWN_LARGE]);
-    if (status == STATUS_OK) status = measure_start(host, device, areas.stream, &rates[RATE_START]);
+    if (status == STATUS_OK) status = measure_locked_copy(areas, &rates[RATE_UP_LOCKED]);
+    if (status == STATUS_OK) status = measure_starts(host, device, areas.stream, rates);
+    if (status == STATUS_OK) status = measure_both_ways(host, device, areas.stream, rates);
     if (status == STATUS_OK) status = measure_on_gpu(host, areas, rates);
     if (status == STATUS_OK) status = estimate_products(device, rates);
     /* Nothing may still be at work on memory that is about to go. */
@@ -346,20 +440,38 @@ static Status measure_gpu(const Areas &, int, double *)
 
 #endif
 
+/* In huge pages, as NumPy has its large arrays. */
+static char *map_areas(int64_t bytes)
+{
+    void *data =
+        mmap(NULL, (size_t)bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (data == MAP_FAILED) return NULL;
+    (void)madvise(data, (size_t)bytes, MADV_HUGEPAGE); /* not every system has them */
+    parallel_for(bytes, 1 << 20, touch, data);
+    return static_cast<char *>(data);
+}
+
+/* Where there is no GPU, nothing is to be chosen, and less memory will do. */
 Status machine_measure(int device, double rates[RATES])
 {
-    const int64_t area_bytes = LARGE_ITEMS * (int64_t)sizeof(float), bytes = AREAS * area_bytes;
-    char *data = static_cast<char *>(malloc((size_t)bytes));
+    const int64_t items = device == DEVICE_CPU ? LARGE_ITEMS : FAR_ITEMS;
+    const int64_t bytes = AREAS * items * (int64_t)sizeof(float);
+    char *data = map_areas(bytes);
     if (data == NULL)
         return fail(STATUS_MEMORY_ERROR, "out of host memory: %lld bytes to measure this machine",
                     (long long)bytes);
     for (int i = 0; i < RATES; i++) rates[i] = 0;
-    parallel_for(bytes, 1 << 20, touch, data);
-    const Areas host = {data, area_bytes, DEVICE_CPU, NULL};
-    Status status = measure_on_cpu(host, SMALL_ITEMS, SMALL_IMAGE, RATE_CPU_SMALL, rates);
-    if (status == STATUS_OK)
-        status = measure_on_cpu(host, LARGE_ITEMS, LARGE_IMAGE, RATE_CPU_LARGE, rates);
-    if (status == STATUS_OK && device != DEVICE_CPU) status = measure_gpu(host, device, rates);
-    free(data);
+    const Areas host = {data, LARGE_ITEMS * (int64_t)sizeof(float), DEVICE_CPU, NULL};
+    const Areas far = {data, items * (int64_t)sizeof(float), DEVICE_CPU, NULL};
+    Status status = measure_on_cpu(host, SMALL, RATE_CPU_SMALL, rates);
+    if (status == STATUS_OK) status = measure_on_cpu(host, LARGE, RATE_CPU_LARGE, rates);
+    if (status == STATUS_OK && device != DEVICE_CPU) status = measure_far(far, rates);
+    /* The others are bound by what they compute, or by memory as additions are. */
+    for (int i = 0; i < OPERATORS; i++) {
+        double *rate = &rates[i * RATES_OF_OPERATOR];
+        if (rate[RATE_CPU_FAR] == 0) rate[RATE_CPU_FAR] = rate[RATE_CPU_LARGE];
+    }
+    if (status == STATUS_OK && device != DEVICE_CPU) status = measure_gpu(far, device, rates);
+    (void)munmap(data, (size_t)bytes);
     return status;
 }

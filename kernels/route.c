@@ -5,15 +5,23 @@
  *
  * What a unit is depends on the work: a byte of the operands and the result; for rows, a byte of
  * these, and of the lines of memory that a row touches; for sums, a multiplication of float32. How
- * long it takes was measured on this machine, once (measure.cu), for operands that a core's own
- * cache holds, and for those that none does; in between it is interpolated. Calls that take less
- * than the way to a GPU and back on any machine run on the CPU, and nothing is measured for them.
+ * long it takes was measured on this machine, once (measure.cu), for calls of three sizes, and in
+ * between it is interpolated: by the bytes within which a call works, which are in one cache or
+ * another; sums are long enough to go by their number, which tells how many threads have to do.
+ * Calls that take less than the way to a GPU and back on any machine run on the CPU, and nothing is
+ * measured for them.
+ *
+ * What a table of gather's takes to go up, or to be read where it is, gather_way.c tells, by which
+ * gather goes itself.
  */
+#define _POSIX_C_SOURCE 200809L
+#include "gather_way.h"
 #include "gpuops.h"
 
 #include <math.h>
 #include <stdio.h>
 #include <string.h>
+#include <time.h>
 
 enum { LINE_BYTES = 64 };
 
@@ -23,25 +31,33 @@ static const double CLEAR_BYTES = 32 << 10, CLEAR_ROWS = 2048, CLEAR_SUMS = 32 <
 /* What takes a microsecond or so. */
 static const double BRIEF_BYTES = 4 << 10, BRIEF_ROWS = 512, BRIEF_SUMS = 4 << 10;
 
-/* The working sets that were measured; measure.cu has about these. */
-static const double SMALL_BYTES = 192 << 10, LARGE_BYTES = 32 << 20;
+/* The calls that were measured, by what their rates go by. */
+enum { SIZES = 3 };
+static const double OPERAND_BYTES[] = {12.0 * SMALL_ITEMS, 12.0 * LARGE_ITEMS, 12.0 * FAR_ITEMS};
+static const double TABLE_BYTES[] = {4.0 * SMALL_ITEMS, 4.0 * LARGE_ITEMS, 4.0 * FAR_TABLE_ITEMS};
+static const double SUMS[] = {SMALL_SUMS, LARGE_SUMS, FAR_SUMS};
 static const double SHORT_COPY_BYTES = 256 << 10, LONG_COPY_BYTES = 16 << 20;
 
 /* Large calls go in parts, so that copies up and down and the work go on at the same time; what is
  * no longer than a part does not. */
 static const double PART_BYTES = 16 << 20;
 
+/* How far apart the two have to be for the GPU to be taken: the CPU's time is expected more
+ * exactly, and is never much more than NumPy's. */
+static const double DOUBT = 1.1;
+
 /* Below this, nobody asks whether there is room on the GPU. */
 static const double ROOM_BYTES = 64 << 20;
 
 /* What a call consists of. Bytes are those of the dtype that is computed in. */
 typedef struct Weight {
-    double up, down;  /* bytes that would go to a GPU, and come back */
-    double touched;   /* bytes that are read and written at least */
-    double working;   /* bytes within which that is */
-    double units;     /* of work */
-    double row_bytes; /* WORK_ROWS */
-    double table;     /* bytes that would go up for the array that is read in rows */
+    double up, down;   /* bytes that would go to a GPU, and come back */
+    double touched;    /* bytes that are read and written at least */
+    double working;    /* bytes within which that is */
+    double units;      /* of work */
+    double row_bytes;  /* WORK_ROWS */
+    double table;      /* bytes that would go up for the array that is read in rows, */
+    bool is_reachable; /* and whether a kernel can read it where it is */
 } Weight;
 
 static double bytes_of_input(const Call *call, int i)
@@ -154,20 +170,39 @@ static double interpolate(double small, double large, double at, double few, dou
     return small * pow(large / small, log(at / few) / log(many / few));
 }
 
-static double rate_on_cpu(const double *rates, int op, double working)
+static double rate_on_cpu(const double *rates, int op, const double at[SIZES], double size)
 {
-    const double *rate = rates + op * RATES_OF_OPERATOR;
-    return interpolate(rate[RATE_CPU_SMALL], rate[RATE_CPU_LARGE], working, SMALL_BYTES,
-                       LARGE_BYTES);
+    const double *rate = rates + op * RATES_OF_OPERATOR + RATE_CPU_SMALL;
+    int i = 0;
+    while (i < SIZES - 2 && size > at[i + 1]) i++;
+    return interpolate(rate[i], rate[i + 1], size, at[i], at[i + 1]);
 }
 
 static double seconds_on_cpu(const Call *call, const Weight *weight, const double *rates)
 {
-    const double rate = rate_on_cpu(rates, call->op->number, weight->working);
-    if (call->work != WORK_SUMS) return weight->units * rate;
-    const double sums = weight->units * sums_factor(call, rates, false) * rate;
-    const double memory = weight->touched * rate_on_cpu(rates, OPERATOR_add, weight->working);
-    return sums > memory ? sums : memory;
+    const int op = call->op->number;
+    if (call->work == WORK_ROWS)
+        return weight->units * rate_on_cpu(rates, op, TABLE_BYTES, weight->working);
+    /* What takes no longer than the sums that it computes takes as long as memory does. */
+    const double memory =
+        weight->touched * rate_on_cpu(rates, OPERATOR_add, OPERAND_BYTES, weight->working);
+    double work;
+    if (call->work == WORK_SUMS)
+        work = weight->units * sums_factor(call, rates, false) *
+               rate_on_cpu(rates, op, SUMS, call->operations);
+    else
+        work = weight->units * rate_on_cpu(rates, op, OPERAND_BYTES, weight->working);
+    return fmax(work, memory);
+}
+
+/* A row costs the lines that it touches, of the table and of the indices, and its bytes twice. */
+static void set_gather_rates(const double *rates, double table_bytes, GatherRates *found)
+{
+    const double rate = rate_on_cpu(rates, OPERATOR_gather, TABLE_BYTES, table_bytes);
+    found->byte_up = rates[RATE_UP_LOCKED];
+    found->byte_copied_up = rates[RATE_UP_LARGE];
+    found->host_row = rate * (LINE_BYTES + sizeof(int64_t));
+    found->host_byte = rate * 2;
 }
 
 static double seconds_of_copy(const double *rate, double bytes)
@@ -175,34 +210,52 @@ static double seconds_of_copy(const double *rate, double bytes)
     return bytes * interpolate(rate[0], rate[1], bytes, SHORT_COPY_BYTES, LONG_COPY_BYTES);
 }
 
-/* Between host arrays, with so many bytes up. */
+/* By gather, which takes the way of the two that takes less. */
+static double seconds_of_table(const Call *call, const Weight *weight, const double *rates,
+                               RouteWay way)
+{
+    if (!weight->is_reachable) return seconds_of_copy(rates + RATE_UP_SMALL, weight->table);
+    GatherCase given = {.rows = (int64_t)fmin(call->operations, 9e18),
+                        .row_bytes = (int64_t)weight->row_bytes,
+                        .is_reachable = true};
+    given.table_bytes = given.range_bytes = (int64_t)fmin(weight->table, 9e18);
+    set_gather_rates(rates, weight->table, &given.rates);
+    return gather_seconds(&given, way == WAY_ZERO_COPY ? GATHER_IN_PLACE : GATHER_WHOLE);
+}
+
+/* Between host arrays. */
 static double seconds_on_gpu(const Call *call, const Weight *weight, const double *rates,
-                             double up_bytes)
+                             RouteWay way)
 {
     const double *rate = rates + call->op->number * RATES_OF_OPERATOR;
-    const double up = seconds_of_copy(rates + RATE_UP_SMALL, up_bytes);
+    const double up = seconds_of_copy(rates + RATE_UP_SMALL, weight->up - weight->table) +
+                      seconds_of_table(call, weight, rates, way);
     const double down = seconds_of_copy(rates + RATE_DOWN_SMALL, weight->down);
     double work = weight->units * rate[RATE_GPU];
     if (call->work == WORK_SUMS) {
         work *= sums_factor(call, rates, true);
         work = fmax(work, weight->touched * rates[OPERATOR_add * RATES_OF_OPERATOR + RATE_GPU]);
     }
-    const double sum = up + work + down, longest = fmax(up, fmax(work, down));
-    if (call->run_in_parts == NULL) return rates[RATE_START] + sum;
-    const double bytes = fmax(up_bytes, weight->down);
-    return rates[RATE_START] + longest + (sum - longest) * fmin(1, PART_BYTES / fmax(bytes, 1));
+    if (call->run_in_parts == NULL) return rate[RATE_START] + up + work + down;
+    /* The threads and the memory of the host have two copies to do at a time. */
+    const double alone = fmin(1, PART_BYTES / fmax(fmax(weight->up, weight->down), 1));
+    const double copies = fmax(up, down) + fmin(up, down) * fmax(rates[RATE_BOTH_WAYS], alone);
+    return rate[RATE_START] + fmax(copies, work) + fmin(copies, work) * alone;
 }
 
 /* What is known of the machine. */
 
 enum { MOST_DEVICES = 64 };
+enum { FIRST_PAUSE = 1000, LONGEST_PAUSE = 64000 }; /* milliseconds, after a failure */
 static struct {
-    int measured; /* a Measured; atomic */
+    int measured;     /* a Measured; atomic */
+    int64_t again_at; /* after a failure, when the next try is due; atomic */
+    int64_t pause;    /* after the last failure */
     double rates[RATES];
 } machines[MOST_DEVICES + 1]; /* the first one is the CPU alone */
 
-/* What a call takes that goes to the nearest of the measured devices and does nothing there, as the
- * bits of a double; 0: none is measured. All of these are atomic. */
+/* What an addition takes that goes to the nearest of the measured devices and does nothing there,
+ * as the bits of a double; 0: none is measured. All of these are atomic. */
 static uint64_t least_start;
 static int least_device;
 static int is_without_gpu;
@@ -230,30 +283,62 @@ static const double *rates_of_cpu(void)
     return rates_of(with_device ? __atomic_load_n(&least_device, __ATOMIC_RELAXED) : DEVICE_CPU);
 }
 
+void route_gather_rates(int device, double table_bytes, GatherRates *found)
+{
+    const double *rates = rates_of(device);
+    int threads;
+    if (rates != NULL)
+        set_gather_rates(rates, table_bytes, found);
+    else
+        gather_guess_rates(cpu_threads(&threads) == STATUS_OK ? threads : 1, found);
+}
+
+static int64_t milliseconds(void)
+{
+    struct timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return (int64_t)time.tv_sec * 1000 + time.tv_nsec / 1000000;
+}
+
 bool machine_claim(int device, bool again)
 {
     if (device >= MOST_DEVICES) return false;
-    int *measured = &machines[place_of_device(device)].measured;
+    const int place = place_of_device(device);
+    int *measured = &machines[place].measured;
     int expected = MEASURED_NOT;
     if (__atomic_compare_exchange_n(measured, &expected, MEASURED_UNDER_WAY, false,
                                     __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE))
         return true;
-    expected = MEASURED_FAILED;
-    return again && __atomic_compare_exchange_n(measured, &expected, MEASURED_UNDER_WAY, false,
-                                                __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
+    if (expected != MEASURED_FAILED) return false;
+    /* Whoever tells of a failure sets these before. */
+    if (!again && milliseconds() < __atomic_load_n(&machines[place].again_at, __ATOMIC_RELAXED))
+        return false;
+    return __atomic_compare_exchange_n(measured, &expected, MEASURED_UNDER_WAY, false,
+                                       __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
+}
+
+/* Memory may be there a moment later. What lasts is asked for ever more seldom. */
+static void put_off(int place)
+{
+    int64_t pause = machines[place].pause; /* of the one who has claimed the machine */
+    pause = pause == 0 ? FIRST_PAUSE : pause < LONGEST_PAUSE ? 2 * pause : pause;
+    machines[place].pause = pause;
+    __atomic_store_n(&machines[place].again_at, milliseconds() + pause, __ATOMIC_RELAXED);
 }
 
 void machine_tell(int device, Measured measured, const double rates[RATES])
 {
     const int place = place_of_device(device);
     if (measured == MEASURED) memcpy(machines[place].rates, rates, sizeof machines[place].rates);
+    if (measured == MEASURED_FAILED) put_off(place);
     __atomic_store_n(&machines[place].measured, measured, __ATOMIC_RELEASE);
     if (measured != MEASURED || device < 0) return;
     double least;
     uint64_t bits = __atomic_load_n(&least_start, __ATOMIC_ACQUIRE);
     memcpy(&least, &bits, sizeof least);
-    if (bits != 0 && least <= rates[RATE_START]) return;
-    memcpy(&bits, &rates[RATE_START], sizeof bits);
+    const double *start = &rates[OPERATOR_add * RATES_OF_OPERATOR + RATE_START];
+    if (bits != 0 && least <= *start) return;
+    memcpy(&bits, start, sizeof bits);
     __atomic_store_n(&least_device, device, __ATOMIC_RELAXED);
     __atomic_store_n(&least_start, bits, __ATOMIC_RELEASE);
 }
@@ -265,10 +350,10 @@ const char *rate_name(int rate, char *text, size_t size)
 #include "ops.def"
 #undef OPERATOR
     };
-    static const char *const OF_OPERATOR[] = {"cpu_small", "cpu_large", "gpu"};
+    static const char *const OF_OPERATOR[] = {"cpu_small", "cpu_large", "cpu_far", "gpu", "start"};
     static const char *const OTHERS[] = {
-        "integer_factor", "gpu_double_factor", "gpu_short_factor", "start",
-        "up_small",       "up_large",          "down_small",       "down_large",
+        "integer_factor", "gpu_double_factor", "gpu_short_factor", "up_small",  "up_large",
+        "up_locked",      "down_small",        "down_large",       "both_ways",
     };
     if (rate >= RATE_INTEGER_FACTOR)
         snprintf(text, size, "%s", OTHERS[rate - RATE_INTEGER_FACTOR]);
@@ -317,12 +402,11 @@ bool route_is_clear(const Call *call)
     if (call->work != WORK_ROWS && weight.touched <= CLEAR_BYTES &&
         (call->work == WORK_ELEMENTS || call->operations <= CLEAR_SUMS))
         return true;
-    const uint64_t bits = __atomic_load_n(&least_start, __ATOMIC_ACQUIRE);
-    if (bits == 0) return false;
-    double start;
-    memcpy(&start, &bits, sizeof start);
+    if (__atomic_load_n(&least_start, __ATOMIC_ACQUIRE) == 0) return false;
     const double *rates = rates_of(__atomic_load_n(&least_device, __ATOMIC_RELAXED));
-    return rates != NULL && seconds_on_cpu(call, &weight, rates) <= start;
+    if (rates == NULL) return false;
+    const double start = rates[call->op->number * RATES_OF_OPERATOR + RATE_START];
+    return seconds_on_cpu(call, &weight, rates) <= start;
 }
 
 static void estimate(const Call *call, const Weight *weight, const double *rates,
@@ -337,7 +421,7 @@ static void estimate(const Call *call, const Weight *weight, const double *rates
     const double up = candidate->way == WAY_ZERO_COPY ? zero_copy_bytes(call, weight) : weight->up;
     candidate->bytes_up = (int64_t)fmin(up, 9e18);
     candidate->bytes_down = (int64_t)fmin(weight->down, 9e18);
-    if (rates != NULL) candidate->seconds = seconds_on_gpu(call, weight, rates, up);
+    if (rates != NULL) candidate->seconds = seconds_on_gpu(call, weight, rates, candidate->way);
 }
 
 void route_estimate(const Call *call, RouteWay way, int device, Candidate *candidate)
@@ -381,9 +465,12 @@ static bool has_room(const Call *call, int device, const Candidate *candidate)
 static const char *pick(const Call *call, Route *route)
 {
     route->chosen = 0;
-    for (int i = 1; i < route->count; i++)
-        if (route->candidates[i].seconds < route->candidates[route->chosen].seconds)
-            route->chosen = i;
+    double least = route->candidates[0].seconds / DOUBT;
+    for (int i = 1; i < route->count; i++) {
+        if (route->candidates[i].seconds >= least) continue;
+        least = route->candidates[i].seconds;
+        route->chosen = i;
+    }
     const Candidate *chosen = &route->candidates[route->chosen];
     if (chosen->way == WAY_CPU) return "expected to be the fastest";
     if (device_is_captured(chosen->device)) {
@@ -413,10 +500,11 @@ void route_choose(const Call *call, int device, Route *route, int *unmeasured)
         return;
     }
     const double *rates = rates_of(device);
+    weight.is_reachable = call->own_transfer && weight.table > GATHER_LEAST_CHOICE_BYTES &&
+                          view_is_in_reach(&call->inputs[0]);
     add_candidate(call, &weight, rates, WAY_CPU, DEVICE_CPU, route);
     add_candidate(call, &weight, rates, WAY_CUDA, device, route);
-    if (call->own_transfer && view_is_in_reach(&call->inputs[0]))
-        add_candidate(call, &weight, rates, WAY_ZERO_COPY, device, route);
+    if (weight.is_reachable) add_candidate(call, &weight, rates, WAY_ZERO_COPY, device, route);
     if (rates != NULL) {
         route->reason = pick(call, route);
         return;

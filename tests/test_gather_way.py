@@ -13,11 +13,18 @@ MEBI = 1 << 20
 GIBI = 1 << 30
 
 
+class Rates(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_double) for name in ("byte_up", "byte_copied_up")),
+        *((name, ctypes.c_double) for name in ("host_row", "host_byte")),
+    ]
+
+
 class Case(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("table_bytes", "range_bytes", "place_bytes")),
         *((name, ctypes.c_int64) for name in ("rows", "row_bytes", "index_bytes", "room_bytes")),
-        ("threads", ctypes.c_int),
+        ("rates", Rates),
         *((name, ctypes.c_bool) for name in ("is_reachable", "result_on_device")),
         ("indices_on_device", ctypes.c_bool),
     ]
@@ -50,13 +57,18 @@ def library(tmp_path_factory):
     library.gather_way.argtypes = library.gather_scan_pays.argtypes = [ctypes.POINTER(Case)]
     library.gather_way.restype = Plan
     library.gather_scan_pays.restype = ctypes.c_bool
+    library.gather_guess_rates.argtypes = [ctypes.c_int, ctypes.POINTER(Rates)]
+    library.gather_seconds.argtypes = [ctypes.POINTER(Case), ctypes.c_int]
+    library.gather_seconds.restype = ctypes.c_double
     return library
 
 
-def case_of(**given):
+def case_of(library, **given):
     """1 Mi rows of 1 KiB, on a machine with 16 cores and much room, unless something else is
-    given."""
-    given = {"place_bytes": 1 << 10, "row_bytes": 1 << 10, "threads": 16} | given
+    given. It was not measured, unless rates are given."""
+    rates = Rates()
+    library.gather_guess_rates(given.pop("threads", 16), rates)
+    given = {"place_bytes": 1 << 10, "row_bytes": 1 << 10, "rates": rates} | given
     given = {"table_bytes": given["place_bytes"] << 20, "room_bytes": 1 << 60} | given
     given = {"range_bytes": given["table_bytes"], "rows": 1 << 20} | given
     return Case(**{"index_bytes": 8 * given["rows"], **given})
@@ -65,7 +77,7 @@ def case_of(**given):
 @pytest.fixture
 def way_of(library):
     def way_of(**given):
-        plan = library.gather_way(case_of(**given))
+        plan = library.gather_way(case_of(library, **given))
         return WAYS[plan.way], plan.bytes_up
 
     return way_of
@@ -159,5 +171,28 @@ def test_a_range_goes_up_where_that_is_known(way_of):
 
 def test_a_scan_reads_little_beside_what_goes_up(library):
     share = constant("TABLE_BYTES_PER_INDEX_BYTE")
-    assert library.gather_scan_pays(case_of(index_bytes=GIBI // share))
-    assert not library.gather_scan_pays(case_of(index_bytes=GIBI // share + 1))
+    assert library.gather_scan_pays(case_of(library, index_bytes=GIBI // share))
+    assert not library.gather_scan_pays(case_of(library, index_bytes=GIBI // share + 1))
+
+
+def test_the_rates_of_the_machine_decide(way_of):
+    """A quarter of a million rows of 4 bytes each, from 64 MiB."""
+    given = {"place_bytes": 4, "row_bytes": 4, "table_bytes": 64 * MEBI, "rows": 1 << 18}
+    given["result_on_device"] = True
+    for row, byte, way in [(1e-9, 2e-11, "on the host"), (1e-8, 2e-11, "whole")]:
+        rates = Rates(byte, byte, row, 0)
+        assert way_of(**given, rates=rates)[0] == way
+    # What is page-locked goes up without the threads.
+    rates = Rates(1e-12, 1e-9, 1e-9, 0)
+    assert way_of(**given, rates=rates)[0] == "on the host"
+    assert way_of(**given, rates=rates, is_reachable=True)[0] == "whole"
+
+
+def test_the_way_that_is_taken_takes_the_least(library):
+    given = {"result_on_device": True, "is_reachable": True, "row_bytes": 64, "place_bytes": 64}
+    for rows in (1 << power for power in range(4, 26, 3)):
+        case = case_of(library, **given, rows=rows)
+        plan = library.gather_way(case)
+        seconds = {way: library.gather_seconds(case, WAYS.index(way)) for way in WAYS}
+        del seconds["windows"], seconds["range"]
+        assert seconds[WAYS[plan.way]] == min(seconds.values())
