@@ -662,7 +662,7 @@ static int new_result(State *state, Call *call, const Arguments *arguments, cons
 }
 
 static PyObject *call_on_device(State *state, Call *call, Arguments *arguments,
-                                const Operand *leader, const Operand *like)
+                                const Operand *leader, const Operand *like, Work *work)
 {
     Result result = {NULL, NULL};
     PyObject *returned = NULL;
@@ -675,7 +675,8 @@ static PyObject *call_on_device(State *state, Call *call, Arguments *arguments,
         return NULL;
     }
     call->out_is_fresh = !given;
-    Status status = without_gil(do_device_work, call);
+    Status status = without_gil_for_now(do_device_work, call, &work->progress.saved);
+    if (status == STATUS_INTERRUPTED) progress_raise(&work->progress);
     note_device_route(call);
     if (status != STATUS_OK) {
         raise_call_status(state, status, call, arguments);
@@ -831,12 +832,12 @@ static PyObject *call_planned(State *state, Call *call, Arguments *arguments, co
     PyObject *result = NULL;
     if (call->in_place) {
         if (check_opaque(call, arguments) < 0 || cast_inputs(call, arguments) < 0) return NULL;
-        return leader != NULL ? call_on_device(state, call, arguments, leader, NULL)
+        return leader != NULL ? call_on_device(state, call, arguments, leader, NULL, work)
                               : change_on_host(state, call, arguments, work);
     }
     if (find_like(call, arguments, &like) < 0) return NULL;
     if (cast_inputs(call, arguments) == 0)
-        result = leader != NULL ? call_on_device(state, call, arguments, leader, &like)
+        result = leader != NULL ? call_on_device(state, call, arguments, leader, &like, work)
                                 : call_on_host(state, call, arguments, work, &like);
     Py_XDECREF((PyObject *)like.descr);
     return result;

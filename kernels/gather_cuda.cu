@@ -1,6 +1,7 @@
 /* gather on a GPU: between arrays in its memory, and between arrays on the host, which go through
  * device memory, in tiles where they do not fit as a whole. The kernel is in gather_rows.cu. */
 #include "gather.cuh"
+#include "pipeline.cuh"
 
 #include <stdlib.h>
 #include <string.h>
@@ -126,8 +127,11 @@ Status gather_between_device_arrays(const Call *call, const Gather &gather, int6
 
 /* The tiles. */
 
-/* A stretch of device memory from which a tile takes what it needs. */
+/* A stretch of device memory from which a tile takes what it needs, and how far the call is. */
 struct Arena {
+    const Call *call;
+    int64_t done_bytes, out_bytes; /* of the result */
+    int64_t looked;
     Memory *owned;
     char *memory;
     int64_t bytes, used;
@@ -345,11 +349,16 @@ static Status gather_tile(Arena *arena, const Gather &gather)
         status = copy_to_device(fill, gather.fill, device.row_bytes, arena->stream);
     }
 
+    const int64_t out_bytes = device.rows * device.row_bytes;
     for (int64_t begin = 0; status == STATUS_OK; begin += step) {
         int64_t end = begin + step < places ? begin + step : places;
         device.axis_begin = gather.axis_ndim > 0 ? gather.first_place + begin : 0;
         device.axis_end = gather.axis_ndim > 0 ? gather.first_place + end : gather.axis_size;
         device.leaves_others = begin > 0;
+        const int64_t share = (int64_t)((double)out_bytes / (double)places * (double)begin);
+        status = look_now_and_then(arena->call, arena->done_bytes + (begin > 0 ? share : 0),
+                                   arena->out_bytes, &arena->looked);
+        if (status != STATUS_OK) break;
         if (!gather.is_in_place && !same_table(*arena, table, begin, end)) {
             /* Parts of the axis are taken only where it is all that x consists of. */
             status = box_upload(table, fits ? 0 : begin, fits ? box_items(table) : end, x,
@@ -366,6 +375,7 @@ static Status gather_tile(Arena *arena, const Gather &gather)
     }
     if (status == STATUS_OK && gather.mode == MODE_RAISE) status = check_noted(*arena);
     if (status == STATUS_OK) status = box_download(out, device.out, arena->stream);
+    arena->done_bytes += out_bytes;
     return status;
 }
 
@@ -457,6 +467,8 @@ static Status gather_on_current_device(const Call *call, Gather gather, int64_t 
     if (rows == 0 && (index_count == 0 || gather.mode != MODE_RAISE)) return STATUS_OK;
 
     Arena arena = {};
+    arena.call = call;
+    arena.out_bytes = rows * gather.row_bytes;
     arena.owner = call->stream == NULL ? legacy_stream(call->device) : call->stream;
     arena.stream = arena.owner->handle;
     char *copy = NULL;
@@ -497,7 +509,8 @@ Status gather_on_cuda(const Call *call, const Gather &gather, int64_t index_coun
     PinnedUse uses[3];
     for (int i = 0; i < 3; i++) pinned_hold(views[i], &uses[i]);
     status = gather_on_current_device(call, gather, index_count);
-    const bool is_over = status == STATUS_OK || status == STATUS_INDEX_ERROR;
+    const bool is_over =
+        status == STATUS_OK || status == STATUS_INDEX_ERROR || status == STATUS_INTERRUPTED;
     for (int i = 0; i < 3; i++) pinned_let_go(&uses[i], call->device, is_over);
     device_leave(call->device, previous);
     return status;

@@ -10,6 +10,7 @@
  * Whichever it is, an index is checked where it is used, and what was copied is what is used. The
  * call waits for what uses page-locked memory of the caller. */
 #include "gather.cuh"
+#include "pipeline.cuh"
 
 #include <stdlib.h>
 #include <string.h>
@@ -315,10 +316,14 @@ static Status gather_windows(HostTable *table, bool *has_room)
     Status status = open_windows(table, fits ? found.range_bytes : step * found.place_bytes, count);
     *has_room = status != STATUS_MEMORY_ERROR;
     char *buffers = status == STATUS_OK ? memory_data(table->buffers) : NULL;
+    int64_t looked = 0;
     for (int64_t done = 0; done < places && status == STATUS_OK; done += step) {
         const int64_t end = done + step < places ? done + step : places;
         char *buffer = buffers + done / step % count * aligned(step * found.place_bytes);
-        status = gather_window(table, first + done, first + end, as_it_lies, buffer);
+        status = look_now_and_then(table->call, done * found.place_bytes,
+                                   places * found.place_bytes, &looked);
+        if (status == STATUS_OK)
+            status = gather_window(table, first + done, first + end, as_it_lies, buffer);
     }
     return close_windows(table, status);
 }
@@ -398,7 +403,8 @@ Status gather_host_table(Call *call, const Gather &gather, int64_t index_count)
     if (pinned_is_held(&use) || host_memory_is_pinned(call->inputs[0].data) ||
         host_memory_is_pinned(table_box(table.gather).base))
         last = stream_drain(call->stream->handle);
-    const bool is_waited_for = status == STATUS_OK || status == STATUS_MEMORY_ERROR;
+    const bool is_waited_for =
+        status == STATUS_OK || status == STATUS_MEMORY_ERROR || status == STATUS_INTERRUPTED;
     pinned_let_go(&use, call->device, last == STATUS_OK && is_waited_for);
     release_all(&table);
     if (status == STATUS_OK) return last;

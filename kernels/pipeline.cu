@@ -160,7 +160,7 @@ struct Pipeline {
     Lanes *lanes;
     Traffic *traffic;
     bool is_written; /* some of the result, or it may be */
-    int64_t looked;  /* when the caller was asked last */
+    int64_t looked;  /* when the caller was asked last; 0: not yet */
 };
 
 static bool casts_input(const Call *call, int k)
@@ -315,32 +315,39 @@ static int64_t microseconds(void)
     return now.tv_sec * 1000000 + now.tv_nsec / 1000;
 }
 
-/* Tells the caller how much is done. Whoever is asked may do anything in between, also make another
- * device current. */
-static Status look(Pipeline *pipeline, int64_t done)
+/* Whoever is asked may do anything in between, also make another device current. */
+static Status look(const Call *call, int64_t done_bytes, int64_t bytes)
 {
-    const Parts *parts = pipeline->parts;
-    const Call *call = parts->call;
-    int64_t bytes = 0;
-    for (int k = 0; k <= pipeline->inputs; k++)
-        bytes += view_items(operand_of(call, k)) * operand_of(call, k)->item_bytes;
-    const int64_t done_bytes =
-        bytes / parts->count * done + bytes % parts->count * done / parts->count;
     const bool goes_on = call->watch->look(call->watch, done_bytes, bytes);
-    pipeline->looked = microseconds();
     int before;
     const Status status = device_enter(call->device, &before);
     if (goes_on) return status;
     return fail(STATUS_INTERRUPTED, "the call was ended between two parts");
 }
 
-static Status look_now_and_then(Pipeline *pipeline, int64_t done)
+Status look_now_and_then(const Call *call, int64_t done_bytes, int64_t bytes, int64_t *looked)
 {
-    const Watch *watch = pipeline->parts->call->watch;
+    const Watch *watch = call->watch;
     if (watch == NULL || runtime_is_leaving()) return STATUS_OK;
-    const bool is_end = done == 0 || done == pipeline->parts->count;
-    const bool is_time = microseconds() - pipeline->looked >= LOOK_MICROSECONDS;
-    return (is_end ? watch->sees_ends : is_time) ? look(pipeline, done) : STATUS_OK;
+    if (*looked == 0) *looked = microseconds();
+    const bool is_end = done_bytes == 0 || done_bytes == bytes;
+    const bool is_time = microseconds() - *looked >= LOOK_MICROSECONDS;
+    if (!(is_end ? watch->sees_ends : is_time)) return STATUS_OK;
+    const Status status = look(call, done_bytes, bytes);
+    *looked = microseconds();
+    return status;
+}
+
+/* Tells the caller how much is done. */
+static Status look_after(Pipeline *pipeline, int64_t done)
+{
+    const Parts *parts = pipeline->parts;
+    int64_t bytes = 0;
+    for (int k = 0; k <= pipeline->inputs; k++)
+        bytes += view_items(operand_of(parts->call, k)) * operand_of(parts->call, k)->item_bytes;
+    const int64_t done_bytes =
+        bytes / parts->count * done + bytes % parts->count * done / parts->count;
+    return look_now_and_then(parts->call, done_bytes, bytes, &pipeline->looked);
 }
 
 /* As an array of the given one's layout. */
@@ -383,10 +390,10 @@ static Status run_all(Pipeline *pipeline)
 {
     const Lanes *lanes = pipeline->lanes;
     const int64_t count = pipeline->parts->count;
-    pipeline->looked = microseconds();
+    pipeline->looked = 0;
     Status status = stream_wait(lanes->up, pipeline->parts->call->stream);
     for (int64_t number = 0; number < count && status == STATUS_OK; number++) {
-        status = look_now_and_then(pipeline, number);
+        status = look_after(pipeline, number);
         if (status == STATUS_OK) status = send_up(pipeline, number);
         /* The next part goes up where the one before this one was. */
         if (status == STATUS_OK) status = stream_wait(lanes->up, lanes->compute);
@@ -403,7 +410,7 @@ static Status run_all(Pipeline *pipeline)
             status = traffic_end_down(pipeline->traffic);
     }
     if (status == STATUS_OK) status = traffic_end_down(pipeline->traffic);
-    return status == STATUS_OK ? look_now_and_then(pipeline, count) : status;
+    return status == STATUS_OK ? look_after(pipeline, count) : status;
 }
 
 /* Nothing may still be at work on the caller's memory; and if it cannot be waited for, the buffers

@@ -74,6 +74,10 @@ bool has_separate_parts(const Call *call);
 Status run_part(Parts *parts);
 /* Runs them all. */
 Status run_parts(Parts *parts);
+/* Between the parts of a call: if some time has passed since the caller was asked last, asks
+ * whether to go on, and tells how much is done. STATUS_INTERRUPTED: it is not to. The time is kept
+ * for one call, from 0 on. */
+Status look_now_and_then(const Call *call, int64_t done_bytes, int64_t bytes, int64_t *looked);
 
 #endif
 

@@ -304,6 +304,65 @@ LONG_CALLS = {
 }
 
 
+# A table goes up in windows of a few rows, since there is no room for more; and since the threads
+# of the host are expected to be slow.
+WINDOWS = """
+import importlib, os, signal, threading, time
+from pathlib import Path
+import numpy as np
+import gpuops
+from faults.fake import Fake
+from test_route import RATES
+
+fake = Fake(Path(gpuops.__path__[0]).parent / "cudart")
+calibration = importlib.import_module(gpuops.__name__ + "._calibration")
+calibration._core._measure_rates = lambda ordinal: RATES | {"gather.cpu_far": 1.0}
+calibration._add_products = lambda rates: None
+gpuops.explain("add", [1], [2])
+x = np.arange(8_000_000, dtype="f4").reshape(80_000, 100)
+indices = np.arange(0, 80_000, 2)
+out = OUT
+gpuops.add([1], [2], device="cuda:0")
+gpuops.empty_cache()
+gpuops.memory_limit(gpuops.memory_info(0).used + indices.nbytes + 80_000)
+before = fake.calls("cudaLaunchKernel")
+
+def launches():
+    return fake.calls("cudaLaunchKernel") - before
+
+def interrupt():
+    while launches() < 20:
+        time.sleep(0.001)
+    os.kill(os.getpid(), signal.SIGINT)
+
+thread = threading.Thread(target=interrupt)
+thread.start()
+try:
+    gpuops.gather(x, indices, out=out, device="cuda:0")
+except KeyboardInterrupt:
+    pass
+else:
+    raise AssertionError("no KeyboardInterrupt", launches())
+thread.join()
+gpuops.memory_limit(None)
+gpuops.gather(x, indices, out=out, device="cuda:0")
+result = out if isinstance(out, np.ndarray) else out.to_host()
+assert (result == x[indices]).all()
+del out, result
+gpuops.empty_cache()
+assert gpuops.memory_info(0).used == 0 and fake.current_device() == 0
+assert fake.take_misuse() == ""
+print("done")
+"""
+
+
+@pytest.mark.parametrize("out", ["gpuops.empty", "np.zeros"])
+def test_keyboard_interrupt_of_a_table_in_windows(fake_device, tmp_path, out):
+    source = WINDOWS.replace("OUT", f"{out}((40_000, 100), 'f4')")
+    folder = str(tmp_path)
+    assert run_child(fake_device.gpuops, source, GPUOPS_CACHE_DIR=folder) == "done\n"
+
+
 @pytest.mark.parametrize("name", LONG_CALLS)
 def test_keyboard_interrupt(fake_device, name):
     shape, call = LONG_CALLS[name]

@@ -302,6 +302,21 @@ assert 0.7e-3 < found.chosen.seconds < 1.3e-3 and 10e-3 < found.candidates[1].se
 """)
 
 
+@pytest.mark.parametrize("seconds", [1e-12, 1e-6])
+def test_gather_goes_by_what_was_measured(child, seconds):
+    """Into a result on the GPU: by the threads of the host, if these are expected to be fast."""
+    child(f"""
+keep(**{{"gather.cpu_large": {seconds}, "gather.cpu_far": {seconds}}})
+gpuops.explain("add", x, x)
+table, indices = np.arange(16 << 20, dtype="f4"), np.arange(1 << 18) * 37
+out = gpuops.empty(len(indices), "f4")
+before = launches()
+gpuops.gather(table, indices, out=out)
+assert (launches() > before) is ({seconds} > 1e-9)
+assert (out.to_host() == table[indices]).all()
+""")
+
+
 def test_in_doubt_the_cpu_is_taken(child):
     child("""
 keep(**{"add.start": 0.95, "add.cpu_small": 1.0 / 1200})
