@@ -220,6 +220,17 @@ static Status allocate_buffers(Pipeline *pipeline)
     return STATUS_OK;
 }
 
+/* The result, where it has no gaps. */
+static void expect_result(Pipeline *pipeline)
+{
+    const View *out = &pipeline->parts->call->out;
+    uintptr_t begin, end;
+    view_extent(out, &begin, &end);
+    const int64_t bytes = view_items(out) * out->item_bytes;
+    if (end - begin == static_cast<uintptr_t>(bytes))
+        traffic_expect(pipeline->traffic, reinterpret_cast<void *>(begin), bytes);
+}
+
 /* All that takes memory, before anything is written. */
 static Status open_pipeline(Pipeline *pipeline)
 {
@@ -228,6 +239,7 @@ static Status open_pipeline(Pipeline *pipeline)
     if (status != STATUS_OK) return status;
     status = traffic_open(&pipeline->traffic);
     if (status != STATUS_OK) return status;
+    expect_result(pipeline);
     status = allocate_buffers(pipeline);
     parts->part.stream = pipeline->lanes->compute;
     for (int k = 0; k <= pipeline->inputs; k++) {
@@ -400,14 +412,11 @@ static Status run_all(Pipeline *pipeline)
         if (status == STATUS_OK) status = stream_wait(lanes->compute, lanes->up);
         if (status == STATUS_OK) status = compute(pipeline, number);
         /* What is left of the last result would come after this part's kernels. */
-        const bool is_behind = number > 0 && traffic_is_behind(pipeline->traffic);
-        if (status == STATUS_OK && is_behind) status = traffic_end_down(pipeline->traffic);
+        if (status == STATUS_OK) status = traffic_queue_down(pipeline->traffic);
         /* The next result takes the place of the one before this one. */
         if (status == STATUS_OK) status = stream_wait(lanes->compute, lanes->down);
         if (status == STATUS_OK) status = stream_wait(lanes->down, lanes->compute);
         if (status == STATUS_OK) status = begin_down(pipeline, number);
-        if (status == STATUS_OK && number > 0 && !is_behind)
-            status = traffic_end_down(pipeline->traffic);
     }
     if (status == STATUS_OK) status = traffic_end_down(pipeline->traffic);
     return status == STATUS_OK ? look_after(pipeline, count) : status;

@@ -234,9 +234,16 @@ static Status copy_stretch(char *host, char *device, int64_t bytes, void *stream
  *
  * The bytes are cut into chunks, which take the buffers in turn, and chunks into slices, which the
  * workers take. The calling thread makes all calls of CUDA: it opens a chunk to the workers when
- * the event behind the buffer's last use has passed, and hands it to the copy engine when all its
+ * the event behind the buffer's last use has passed, and sends it, by the copy engine, when all its
  * slices are copied (down: the other way round). Between that it works on slices too, so that a
  * copy comes to its end also where the pool is taken, and there are no workers.
+ *
+ * The copies of one caller advance together: whoever waits for one of them goes on with all others
+ * meanwhile, so that what comes down does not wait for what goes up.
+ *
+ * The buffers are small, and what goes up is written to them by way of the cache, from which the
+ * copy engine reads it: so the memory has no more to do than to be read. What comes down goes
+ * around the cache, which is to keep the buffers.
  *
  * A ring is lent to one copy at a time. The last chunks of a copy up may still be on their way when
  * the ring is given back; whoever has it next waits for its events, buffer by buffer. */
@@ -253,15 +260,14 @@ struct RingBytes {
 using RingBytes = int64_t;
 #endif
 
-constexpr int RING_BUFFERS = 6;   /* some with the workers, the others with the copy engine: */
-constexpr int OPENED_BUFFERS = 3; /* so that nobody is idle while the last slices are copied */
+constexpr int RING_BUFFERS = 8;   /* some with the workers, the others with the copy engine: */
+constexpr int OPENED_BUFFERS = 4; /* so that nobody is idle while the last slices are copied */
 static_assert(OPENED_BUFFERS < RING_BUFFERS, "the copy engine would have none");
-/* Long enough for the bus to take no note of the gaps. */
-constexpr RingBytes BUFFER_BYTES = 4 << 20;
+/* Long enough for the bus to take no note of the gaps, and all of a ring stays in the cache. */
+constexpr RingBytes BUFFER_BYTES = 1 << 20;
 /* What a worker takes at a time: long against the taking, short against the wait for the last. */
-constexpr RingBytes SLICE_BYTES = 256 << 10;
-constexpr int MOST_COPIERS = 8;                 /* with the caller more than enough for the bus */
-constexpr int MOST_MAKERS = 15;                 /* of bytes from all over the memory */
+constexpr RingBytes SLICE_BYTES = 128 << 10;
+constexpr int MOST_WORKERS = 15; /* as many as both ways of the bus, or fresh memory, keep busy */
 constexpr int64_t PATIENCE_MICROSECONDS = 1000; /* of the caller, who keeps the workers waiting */
 /* Below this, the driver's own way is faster than waking the workers. */
 constexpr RingBytes LEAST_RING_BYTES = 2 << 20;
@@ -274,16 +280,17 @@ constexpr int64_t LEAST_STREAMED_BYTES = 4 << 10;
  * one of them, for several at once would all clear the same. NumPy asks for huge pages itself. */
 constexpr int64_t LEAST_POPULATED_BYTES = 4 << 20;
 constexpr int64_t HUGE_PAGE_BYTES = 2 << 20;
-constexpr int64_t POPULATED_AHEAD_BYTES = 32 << 20;
-/* To clear the pages takes somewhat longer than to fill them, and the bus does not wait. */
-constexpr int MOST_FRESH_WORKERS = 2 * MOST_COPIERS;
+constexpr int64_t POPULATED_AHEAD_BYTES = 32 << 20; /* where there is nothing else to do */
+/* With less, whoever copied next would have to clear the page first, as others do. */
+constexpr int64_t LEAST_AHEAD_BYTES = POPULATED_AHEAD_BYTES / 2;
 
 constexpr int64_t DEFAULT_PINNED_LIMIT = 256 << 20;
 constexpr int64_t DIRECT_BYTES = 64 << 10; /* stretches that go to the driver without staging */
 
 struct Ring {
     char *buffers;
-    cudaEvent_t events[RING_BUFFERS]; /* behind the last copy from or to each buffer */
+    cudaEvent_t events[RING_BUFFERS]; /* behind the last copy from or to each buffer, */
+    bool pending[RING_BUFFERS];       /* which is not known to have passed */
     int64_t chunks;                   /* that have gone through it; also the next one's number */
     cudaStream_t stream;              /* of the last copy */
     bool unmarked;                    /* there may be work that no event tells the end of */
@@ -439,21 +446,28 @@ void transfer_flush(int device)
 
 struct Transfer;
 
-/* A caller and the workers, who do one copy after the other. What they share is behind the lock. */
+/* A caller and the workers, with the copies that they make at once. What they share is behind the
+ * lock. */
 struct Crew {
     pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
     pthread_cond_t work = PTHREAD_COND_INITIALIZER; /* there are slices */
     pthread_cond_t done = PTHREAD_COND_INITIALIZER; /* a chunk has none left */
-    Transfer *transfer = NULL;                      /* the copy that is made, if there is one */
-    bool over = false;                              /* the workers are to leave */
+    Transfer *first = NULL;  /* of the copies, in the order in which they were begun */
+    int64_t slices_left = 0; /* of all of them: opened, and not copied yet */
+    bool over = false;       /* the workers are to leave */
+    char *populated = NULL, *populated_end = NULL; /* what is still to be made ready */
+    char *reached = NULL;                          /* where the last slice begins */
 
-    int most_workers = MOST_COPIERS;
     bool helped = false; /* the caller's alone: the workers have been called */
 };
 
-/* One copy. All from opened on is behind the lock of the crew. */
+/* One copy. Of the counts of chunks, which are the caller's alone, each one follows the one before:
+ * up they are opened, copied and sent, down sent, opened and copied. The slices are behind the lock
+ * of the crew. */
 struct Transfer {
     Crew *crew;
+    Transfer *next;
+    bool up;
     Box box;
     int64_t begin, bytes; /* of the packed box */
     MakeBytes make;       /* what takes the place of a box, or NULL */
@@ -463,14 +477,14 @@ struct Transfer {
     int ordinal; /* of the device */
     Ring *ring;
     int64_t chunk_bytes, chunks;
-    int64_t ahead; /* chunks that the copy engine is given before the workers */
     void (*copy_slice)(const Transfer &, int64_t);
 
-    int64_t opened; /* chunks that the workers may have or had */
+    int64_t sent;   /* chunks that the copy engine has or had */
+    int64_t opened; /* that the workers may have or had */
+    int64_t copied; /* of which no slice is left */
+
     int64_t opened_slices, taken_slices;
     int64_t slices_left[RING_BUFFERS]; /* of each buffer, that are not copied yet */
-    char *populated, *populated_end;   /* what is still to be made ready */
-    bool is_fresh;                     /* and as far as can be told, all of it is */
 };
 
 static int64_t smaller(int64_t one, int64_t other)
@@ -488,9 +502,10 @@ static char *place_in_ring(const Transfer &transfer, int64_t chunk)
     return transfer.ring->buffers + buffer_of(transfer, chunk) * BUFFER_BYTES;
 }
 
+template <bool PACK>
 static void copy_bytes(char *target, const char *source, int64_t bytes)
 {
-    if (bytes < LEAST_STREAMED_BYTES) {
+    if (PACK || bytes < LEAST_STREAMED_BYTES) {
         memcpy(target, source, (size_t)bytes);
     } else {
         copy_streamed(target, source, bytes);
@@ -512,7 +527,7 @@ static void box_copy_bytes(const Box &box, int64_t begin, int64_t end, char *pac
         } else {
             bytes = smaller(box.item_bytes - offset, end - begin);
             char *place = box_place(box, item) + offset;
-            copy_bytes(PACK ? packed : place, PACK ? place : packed, bytes);
+            copy_bytes<PACK>(PACK ? packed : place, PACK ? place : packed, bytes);
         }
         begin += bytes;
         packed += bytes;
@@ -538,54 +553,91 @@ static void make_slice(const Transfer &transfer, int64_t slice)
                   place_in_ring(transfer, chunk) + begin % transfer.chunk_bytes);
 }
 
+/* Where in the memory a slice begins. */
+static char *place_of_slice(const Transfer &transfer, int64_t slice)
+{
+    const int64_t at = transfer.begin + slice * SLICE_BYTES;
+    return box_place(transfer.box, at / transfer.box.item_bytes) + at % transfer.box.item_bytes;
+}
+
 /* With the lock, which is dropped meanwhile; so is it in populate. */
 static void take_slice(Transfer *transfer)
 {
     Crew *crew = transfer->crew;
     const int64_t slice = transfer->taken_slices++;
+    if (!transfer->up) {
+        char *place = place_of_slice(*transfer, slice);
+        if (place > crew->reached) crew->reached = place;
+    }
     pthread_mutex_unlock(&crew->lock);
     transfer->copy_slice(*transfer, slice);
     pthread_mutex_lock(&crew->lock);
+    crew->slices_left--;
     const int buffer = buffer_of(*transfer, slice * SLICE_BYTES / transfer->chunk_bytes);
     if (--transfer->slices_left[buffer] == 0) pthread_cond_signal(&crew->done);
 }
 
-static bool is_to_populate(Transfer *transfer)
+static Transfer *find_slice(const Crew &crew, bool up)
 {
-    const char *reached =
-        transfer->box.base + transfer->begin + transfer->taken_slices * SLICE_BYTES;
-    const int64_t passed = reached - transfer->populated; /* and written to, without help */
-    if (passed > 0) transfer->populated += passed / HUGE_PAGE_BYTES * HUGE_PAGE_BYTES;
-    return transfer->populated < transfer->populated_end &&
-           transfer->populated - reached < POPULATED_AHEAD_BYTES;
+    Transfer *transfer = crew.first;
+    while (transfer != NULL &&
+           (transfer->up != up || transfer->taken_slices == transfer->opened_slices))
+        transfer = transfer->next;
+    return transfer;
 }
 
-static void populate(Transfer *transfer)
+/* How much is ready, or about to be, of the memory that is written to next. */
+static int64_t populated_ahead(Crew *crew)
 {
-    Crew *crew = transfer->crew;
-    char *page = transfer->populated;
-    const int64_t bytes = smaller(transfer->populated_end - page, HUGE_PAGE_BYTES);
-    transfer->populated += bytes;
+    const int64_t passed = crew->reached - crew->populated; /* and written to, without help */
+    if (passed > 0) crew->populated += passed / HUGE_PAGE_BYTES * HUGE_PAGE_BYTES;
+    return crew->populated < crew->populated_end ? crew->populated - crew->reached : INT64_MAX;
+}
+
+static void populate(Crew *crew)
+{
+    char *page = crew->populated;
+    const int64_t bytes = smaller(crew->populated_end - page, HUGE_PAGE_BYTES);
+    crew->populated += bytes;
     pthread_mutex_unlock(&crew->lock);
     constexpr int POPULATE_WRITE = 23; /* MADV_POPULATE_WRITE, of Linux 5.14: not in all headers */
     (void)madvise(page, (size_t)bytes, POPULATE_WRITE);
-    pthread_mutex_lock(&crew->lock); /* the copy may have come to its end meanwhile */
+    pthread_mutex_lock(&crew->lock);
 }
 
+/* What goes up comes first, since the bus, and then the kernels, wait for it. */
 static void help(void *context, int64_t, int64_t)
 {
     Crew *crew = static_cast<Crew *>(context);
     pthread_mutex_lock(&crew->lock);
     while (!crew->over) {
-        Transfer *transfer = crew->transfer;
-        if (transfer != NULL && is_to_populate(transfer))
-            populate(transfer);
-        else if (transfer != NULL && transfer->taken_slices < transfer->opened_slices)
-            take_slice(transfer);
+        Transfer *up = find_slice(*crew, true), *down = find_slice(*crew, false);
+        const int64_t ahead = populated_ahead(crew);
+        if (up != NULL)
+            take_slice(up);
+        else if (down != NULL && ahead >= LEAST_AHEAD_BYTES)
+            take_slice(down);
+        else if (ahead < POPULATED_AHEAD_BYTES)
+            populate(crew);
         else
             pthread_cond_wait(&crew->work, &crew->lock);
     }
     pthread_mutex_unlock(&crew->lock);
+}
+
+/* Takes a slice, or waits for those that others have taken; false: there are none. */
+static bool work_on_slices(Crew *crew)
+{
+    pthread_mutex_lock(&crew->lock);
+    const bool any = crew->slices_left > 0;
+    Transfer *transfer = find_slice(*crew, true);
+    if (transfer == NULL) transfer = find_slice(*crew, false);
+    if (transfer != NULL)
+        take_slice(transfer);
+    else if (any)
+        pthread_cond_wait(&crew->done, &crew->lock);
+    pthread_mutex_unlock(&crew->lock);
+    return any;
 }
 
 static int64_t bytes_of_chunk(const Transfer &transfer, int64_t chunk)
@@ -594,11 +646,9 @@ static int64_t bytes_of_chunk(const Transfer &transfer, int64_t chunk)
 }
 
 /* Whoever finds the pool taken works alone, and tries again with the next chunk. */
-static void call_workers(const Transfer &transfer)
+static void call_workers(Crew *crew)
 {
-    Crew *crew = transfer.crew;
-    const int most = transfer.is_fresh ? MOST_FRESH_WORKERS : crew->most_workers;
-    if (!crew->helped) crew->helped = parallel_begin(most, 1, help, crew);
+    if (!crew->helped) crew->helped = parallel_begin(MOST_WORKERS, 1, help, crew);
 }
 
 static void dismiss_workers(Crew *crew)
@@ -612,33 +662,112 @@ static void dismiss_workers(Crew *crew)
     crew->over = crew->helped = false;
 }
 
+/* Fresh memory has no gaps, and neither has what is made ready. */
+static void expect(Crew *crew, char *begin, int64_t bytes)
+{
+    if (bytes < LEAST_POPULATED_BYTES) return;
+    const uintptr_t address = reinterpret_cast<uintptr_t>(begin);
+    const uintptr_t first = (address + HUGE_PAGE_BYTES - 1) / HUGE_PAGE_BYTES * HUGE_PAGE_BYTES;
+    const uintptr_t last = (address + bytes) / HUGE_PAGE_BYTES * HUGE_PAGE_BYTES;
+    crew->populated = reinterpret_cast<char *>(first);
+    crew->populated_end = reinterpret_cast<char *>(last);
+    crew->reached = begin;
+}
+
+/* Whether the last copy from or to the buffer of a chunk is over. */
+static Status look_at_buffer(const Transfer &transfer, int64_t chunk, bool *is_free)
+{
+    bool *pending = &transfer.ring->pending[buffer_of(transfer, chunk)];
+    if (*pending) {
+        const cudaError_t code = cudaEventQuery(transfer.ring->events[buffer_of(transfer, chunk)]);
+        if (code != cudaSuccess && code != cudaErrorNotReady)
+            return cuda_status(code, "cudaEventQuery");
+        cuda_ignore(code);
+        *pending = code == cudaErrorNotReady;
+    }
+    *is_free = !*pending;
+    return STATUS_OK;
+}
+
+static Status await_buffer(const Transfer &transfer, int64_t chunk)
+{
+    const int buffer = buffer_of(transfer, chunk);
+    CUDA_TRY(cudaEventSynchronize(transfer.ring->events[buffer]));
+    transfer.ring->pending[buffer] = false;
+    return STATUS_OK;
+}
+
 static void open_chunk(Transfer *transfer)
 {
     Crew *crew = transfer->crew;
-    const int64_t chunk = transfer->opened;
+    const int64_t chunk = transfer->opened++;
     const int64_t slices = (bytes_of_chunk(*transfer, chunk) + SLICE_BYTES - 1) / SLICE_BYTES;
     pthread_mutex_lock(&crew->lock);
-    crew->transfer = transfer;
-    transfer->opened++;
+    crew->slices_left += slices;
     transfer->opened_slices += slices;
     transfer->slices_left[buffer_of(*transfer, chunk)] = slices;
-    pthread_cond_broadcast(&crew->work);
     pthread_mutex_unlock(&crew->lock);
-    call_workers(*transfer);
+    for (int64_t i = 0; i < slices; i++) pthread_cond_signal(&crew->work);
+    call_workers(crew);
 }
 
-/* Works, and waits, until all slices of a chunk are copied. */
-static void finish_chunk(Transfer *transfer, int64_t chunk)
+/* Hands a chunk to the copy engine. */
+static Status send_chunk(Transfer *transfer)
 {
-    Crew *crew = transfer->crew;
+    const int64_t chunk = transfer->sent++;
     const int buffer = buffer_of(*transfer, chunk);
-    pthread_mutex_lock(&crew->lock);
-    while (transfer->slices_left[buffer] > 0)
-        if (transfer->taken_slices < transfer->opened_slices)
-            take_slice(transfer);
-        else
-            pthread_cond_wait(&crew->done, &crew->lock);
-    pthread_mutex_unlock(&crew->lock);
+    char *place = place_in_ring(*transfer, chunk);
+    char *device = transfer->device + chunk * transfer->chunk_bytes;
+    const int64_t bytes = bytes_of_chunk(*transfer, chunk);
+    Status status = transfer->up ? copy_stretch<true>(place, device, bytes, transfer->stream)
+                                 : copy_stretch<false>(place, device, bytes, transfer->stream);
+    if (status != STATUS_OK) return status;
+    CUDA_TRY(cudaEventRecord(transfer->ring->events[buffer], transfer->stream));
+    transfer->ring->pending[buffer] = true;
+    return STATUS_OK;
+}
+
+static void count_copied(Transfer *transfer)
+{
+    pthread_mutex_lock(&transfer->crew->lock);
+    while (transfer->copied < transfer->opened &&
+           transfer->slices_left[buffer_of(*transfer, transfer->copied)] == 0)
+        transfer->copied++;
+    pthread_mutex_unlock(&transfer->crew->lock);
+}
+
+/* Sends and opens what can be without waiting. */
+static Status advance(Transfer *transfer, bool *moved)
+{
+    count_copied(transfer);
+    const int64_t chunks = transfer->chunks, copied = transfer->copied;
+    const int64_t sent = transfer->up ? copied : smaller(copied + RING_BUFFERS, chunks);
+    bool is_free = true;
+    Status status = STATUS_OK;
+    while (transfer->sent < sent) {
+        status = look_at_buffer(*transfer, transfer->sent, &is_free);
+        if (status == STATUS_OK && is_free) status = send_chunk(transfer);
+        if (status != STATUS_OK || !is_free) break;
+        *moved = true;
+    }
+    const int64_t opened = smaller(copied + OPENED_BUFFERS, transfer->up ? chunks : transfer->sent);
+    while (transfer->opened < opened && status == STATUS_OK) {
+        status = look_at_buffer(*transfer, transfer->opened, &is_free);
+        if (status != STATUS_OK || !is_free) break;
+        open_chunk(transfer);
+        *moved = true;
+    }
+    return status;
+}
+
+/* A copy that fails ends all of them. */
+static Status advance_all(Crew *crew, bool *moved)
+{
+    Status status = STATUS_OK;
+    for (Transfer *transfer = crew->first; transfer != NULL && status == STATUS_OK;
+         transfer = transfer->next)
+        status = advance(transfer, moved);
+    return status;
 }
 
 static int64_t microseconds(void)
@@ -648,85 +777,52 @@ static int64_t microseconds(void)
     return now.tv_sec * 1000000 + now.tv_nsec / 1000;
 }
 
-/* Waits for the end of the last copy from or to the buffer of a chunk. The GPU may have other work
- * to do before that, for any time: others can have the workers meanwhile. */
-static Status await_buffer(Transfer *transfer, int64_t chunk)
+static bool is_sent(const Transfer &transfer)
 {
-    const cudaEvent_t event = transfer->ring->events[buffer_of(*transfer, chunk)];
-    const int64_t begin = microseconds();
-    cudaError_t code;
-    do {
-        code = cudaEventQuery(event);
-        if (code != cudaErrorNotReady) return cuda_status(code, "cudaEventQuery");
-        cuda_ignore(code);
-    } while (microseconds() - begin < PATIENCE_MICROSECONDS);
-    dismiss_workers(transfer->crew);
-    CUDA_TRY(cudaEventSynchronize(event));
-    return STATUS_OK;
+    return transfer.sent == transfer.chunks;
 }
 
-/* Hands a chunk to the copy engine. */
-template <bool UP>
-static Status send_chunk(const Transfer &transfer, int64_t chunk)
+static bool is_over(const Transfer &transfer)
 {
-    Status status = copy_stretch<UP>(place_in_ring(transfer, chunk),
-                                     transfer.device + chunk * transfer.chunk_bytes,
-                                     bytes_of_chunk(transfer, chunk), transfer.stream);
-    if (status != STATUS_OK) return status;
-    CUDA_TRY(cudaEventRecord(transfer.ring->events[buffer_of(transfer, chunk)], transfer.stream));
-    return STATUS_OK;
+    return is_sent(transfer) && transfer.copied == transfer.chunks;
 }
 
-/* Fresh memory has no gaps, and neither has what is made ready. */
-static void plan_populating(Transfer *transfer)
+/* Advances all copies until one has come so far. The GPU may have other work to do before that, for
+ * any time: others can have the workers meanwhile. */
+static Status run_until(bool (*has_come)(const Transfer &), Transfer *transfer)
 {
-    if (transfer->box.ndim > 0 || transfer->bytes < LEAST_POPULATED_BYTES) return;
-    const uintptr_t begin = reinterpret_cast<uintptr_t>(transfer->box.base + transfer->begin);
-    const uintptr_t first = (begin + HUGE_PAGE_BYTES - 1) / HUGE_PAGE_BYTES * HUGE_PAGE_BYTES;
-    const uintptr_t last = (begin + transfer->bytes) / HUGE_PAGE_BYTES * HUGE_PAGE_BYTES;
-    transfer->populated = reinterpret_cast<char *>(first);
-    transfer->populated_end = reinterpret_cast<char *>(last);
-    unsigned char is_there = 1;
-    if (first < last) (void)mincore(transfer->populated, 1, &is_there);
-    transfer->is_fresh = (is_there & 1) == 0;
+    Crew *crew = transfer->crew;
+    int64_t begin = microseconds();
+    for (;;) {
+        bool moved = false;
+        Status status = advance_all(crew, &moved);
+        if (status != STATUS_OK || has_come(*transfer)) return status;
+        if (!moved && !work_on_slices(crew)) {
+            if (microseconds() - begin < PATIENCE_MICROSECONDS) continue;
+            dismiss_workers(crew);
+            /* All that was opened is copied, so it is the next buffer that this copy waits for. */
+            status = await_buffer(*transfer, transfer->opened);
+            if (status != STATUS_OK) return status;
+        }
+        begin = microseconds();
+    }
 }
 
-/* Down, the copy engine comes first: it is as many chunks ahead as there are buffers. */
-template <bool UP>
-static Status begin_transfer(Transfer *transfer)
+static void begin_transfer(Transfer *transfer)
 {
     const int64_t bytes = transfer->bytes;
-    transfer->copy_slice = transfer->make != NULL ? make_slice : copy_slice<UP>;
+    transfer->copy_slice = transfer->make != NULL ? make_slice
+                           : transfer->up         ? copy_slice<true>
+                                                  : copy_slice<false>;
     const int64_t slices = (bytes + LEAST_CHUNKS * SLICE_BYTES - 1) / (LEAST_CHUNKS * SLICE_BYTES);
     transfer->chunk_bytes = smaller(slices * SLICE_BYTES, BUFFER_BYTES);
     transfer->chunks = (bytes + transfer->chunk_bytes - 1) / transfer->chunk_bytes;
-    transfer->ahead = UP ? 0 : smaller(RING_BUFFERS, transfer->chunks);
-    if (!UP) plan_populating(transfer);
-    Status status = STATUS_OK;
-    for (int64_t chunk = 0; chunk < transfer->ahead && status == STATUS_OK; chunk++) {
-        status = await_buffer(transfer, chunk);
-        if (status == STATUS_OK) status = send_chunk<UP>(*transfer, chunk);
-    }
-    return status;
-}
-
-template <bool UP>
-static Status run_transfer(Transfer *transfer)
-{
-    Status status = STATUS_OK;
-    const int64_t chunks = transfer->chunks;
-    for (int64_t chunk = 0; chunk < chunks && status == STATUS_OK; chunk++) {
-        const int64_t most = smaller(chunk + OPENED_BUFFERS, chunks);
-        while (transfer->opened < most && status == STATUS_OK) {
-            status = await_buffer(transfer, transfer->opened);
-            if (status == STATUS_OK) open_chunk(transfer);
-        }
-        if (status != STATUS_OK) break;
-        finish_chunk(transfer, chunk);
-        if (chunk + transfer->ahead < chunks)
-            status = send_chunk<UP>(*transfer, chunk + transfer->ahead);
-    }
-    return status;
+    Crew *crew = transfer->crew;
+    pthread_mutex_lock(&crew->lock);
+    Transfer **link = &crew->first;
+    while (*link != NULL) link = &(*link)->next;
+    *link = transfer;
+    pthread_mutex_unlock(&crew->lock);
 }
 
 /* Whatever came of it: no worker is at it any more, and the ring is given back. */
@@ -736,7 +832,9 @@ static Status end_transfer(Transfer *transfer, Status status)
     Ring *ring = transfer->ring;
     if (status != STATUS_OK) dismiss_workers(crew);
     pthread_mutex_lock(&crew->lock);
-    crew->transfer = NULL;
+    Transfer **link = &crew->first;
+    while (*link != transfer) link = &(*link)->next;
+    *link = transfer->next;
     pthread_mutex_unlock(&crew->lock);
 
     ring->chunks += transfer->chunks;
@@ -803,13 +901,12 @@ static Status open_transfer(Transfer *transfer, Crew *crew, const Box &box, int6
 }
 
 /* All of a copy by the ring that it was lent. */
-template <bool UP>
 static Status use_ring(Transfer *transfer, bool keeps_workers)
 {
-    Status status = STATUS_OK;
+    Status status;
     in_spite_of_captures([&] {
-        status = begin_transfer<UP>(transfer);
-        if (status == STATUS_OK) status = run_transfer<UP>(transfer);
+        begin_transfer(transfer);
+        status = run_until(is_over, transfer);
         if (!keeps_workers) dismiss_workers(transfer->crew);
         status = end_transfer(transfer, status);
     });
@@ -826,7 +923,10 @@ static Status ring_transfer(const Box &box, int64_t begin, int64_t bytes, char *
     Status status =
         open_transfer(&transfer, shared == NULL ? &own : shared, box, begin, bytes, device, stream);
     *done = transfer.ring != NULL;
-    return *done ? use_ring<UP>(&transfer, shared != NULL) : status;
+    if (!*done) return status;
+    transfer.up = UP;
+    if (!UP && box.ndim == 0) expect(&own, box.base + begin, bytes);
+    return use_ring(&transfer, shared != NULL);
 }
 
 /* The driver's way. */
@@ -940,15 +1040,15 @@ static Status upload_staged(MakeBytes make, void *context, int64_t bytes, char *
 Status made_upload(MakeBytes make, void *context, int64_t bytes, void *device, void *stream)
 {
     Crew crew;
-    crew.most_workers = MOST_MAKERS;
     Transfer transfer;
     char *target = static_cast<char *>(device);
     Status status = lend_ring(&transfer, &crew, bytes, target, static_cast<cudaStream_t>(stream));
     if (status != STATUS_OK) return status;
     if (transfer.ring == NULL) return upload_staged(make, context, bytes, target, stream);
+    transfer.up = true;
     transfer.make = make;
     transfer.context = context;
-    return use_ring<true>(&transfer, false);
+    return use_ring(&transfer, false);
 }
 
 /* Both ways at once. */
@@ -980,21 +1080,46 @@ Status traffic_up(Traffic *traffic, const Box &box, void *device, void *stream)
                               &traffic->crew);
 }
 
+void traffic_expect(Traffic *traffic, void *host, int64_t bytes)
+{
+    expect(&traffic->crew, static_cast<char *>(host), bytes);
+}
+
+static Status end_first_down(Traffic *traffic)
+{
+    auto &down = traffic->down[traffic->ended++ % MOST_BEGUN];
+    if (down.is_sent) return STATUS_OK;
+    if (down.transfer.ring == NULL) return box_download(down.box, down.device, down.stream);
+    Status status;
+    in_spite_of_captures([&] {
+        status = run_until(is_over, &down.transfer);
+        status = end_transfer(&down.transfer, status);
+    });
+    return status;
+}
+
 Status traffic_begin_down(Traffic *traffic, const Box &box, void *device, void *stream)
 {
+    Status status = STATUS_OK;
+    if (traffic->begun - traffic->ended == MOST_BEGUN) status = end_first_down(traffic);
+    if (status != STATUS_OK) return status;
     auto &down = traffic->down[traffic->begun % MOST_BEGUN];
     const Box merged = box_merged(box);
     down.box = box;
     down.device = device;
     down.stream = stream;
     down.is_sent = false;
-    Status status =
+    status =
         open_transfer(&down.transfer, &traffic->crew, merged, 0, box_items(box) * box.item_bytes,
                       static_cast<char *>(device), static_cast<cudaStream_t>(stream));
     if (status != STATUS_OK) return status;
     traffic->begun++;
     if (down.transfer.ring != NULL) {
-        in_spite_of_captures([&] { status = begin_transfer<false>(&down.transfer); });
+        in_spite_of_captures([&] {
+            bool moved = false;
+            begin_transfer(&down.transfer);
+            status = advance(&down.transfer, &moved);
+        });
     } else if (host_memory_is_pinned(merged.base)) {
         down.is_sent = true;
         status = box_download(box, device, stream);
@@ -1002,23 +1127,24 @@ Status traffic_begin_down(Traffic *traffic, const Box &box, void *device, void *
     return status;
 }
 
-bool traffic_is_behind(const Traffic *traffic)
+Status traffic_queue_down(Traffic *traffic)
 {
-    const auto &down = traffic->down[(traffic->begun + MOST_BEGUN - 1) % MOST_BEGUN];
-    if (down.is_sent) return false;
-    return down.transfer.ring == NULL || down.transfer.ahead < down.transfer.chunks;
+    if (traffic->begun == traffic->ended) return STATUS_OK;
+    auto &down = traffic->down[(traffic->begun - 1) % MOST_BEGUN];
+    Status status = STATUS_OK;
+    if (down.transfer.ring != NULL) {
+        in_spite_of_captures([&] { status = run_until(is_sent, &down.transfer); });
+    } else if (!down.is_sent) {
+        down.is_sent = true;
+        status = box_download(down.box, down.device, down.stream);
+    }
+    return status;
 }
 
 Status traffic_end_down(Traffic *traffic)
 {
-    auto &down = traffic->down[traffic->ended++ % MOST_BEGUN];
-    if (down.is_sent) return STATUS_OK;
-    if (down.transfer.ring == NULL) return box_download(down.box, down.device, down.stream);
-    Status status;
-    in_spite_of_captures([&] {
-        status = run_transfer<false>(&down.transfer);
-        status = end_transfer(&down.transfer, status);
-    });
+    Status status = STATUS_OK;
+    while (traffic->ended < traffic->begun && status == STATUS_OK) status = end_first_down(traffic);
     return status;
 }
 

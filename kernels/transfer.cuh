@@ -49,14 +49,18 @@ typedef void (*MakeBytes)(void *context, int64_t begin, int64_t end, char *place
 Status made_upload(MakeBytes make, void *context, int64_t bytes, void *device, void *stream);
 
 /* Copies of one caller in both directions at once. What comes down is begun, which only queues it,
- * and ended later; in between the caller sends other things up. Two may be begun at a time, and the
- * first of them is ended first. Until all is closed, the workers stay. */
+ * and goes on while the caller sends other things up, begins more, or waits for the end. Until all
+ * is closed, the workers stay. */
 struct Traffic;
 Status traffic_open(Traffic **traffic);
+/* Where all that comes down goes: fresh memory is made ready ahead of it. */
+void traffic_expect(Traffic *traffic, void *host, int64_t bytes);
 Status traffic_up(Traffic *traffic, const Box &box, void *device, void *stream);
+/* Two may be begun: the next one waits for the end of the first. */
 Status traffic_begin_down(Traffic *traffic, const Box &box, void *device, void *stream);
-/* Whether some of what was begun last is not queued yet. */
-bool traffic_is_behind(const Traffic *traffic);
+/* Waits until all of what was begun last is queued. */
+Status traffic_queue_down(Traffic *traffic);
+/* Waits for the end of all that was begun. */
 Status traffic_end_down(Traffic *traffic);
 /* Given what the caller has failed with, if anything, of which it does not end what was begun. */
 Status traffic_close(Traffic *traffic, Status status);

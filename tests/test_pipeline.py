@@ -27,6 +27,7 @@ PART_BYTES = 3 << 20  # on the fake, which is not fast; of four such parts each 
 BUFFERS = constant("BUFFERS")
 BUFFER_BYTES = constant("BUFFER_BYTES", "transfer")
 RING_BYTES = BUFFER_BYTES * constant("RING_BUFFERS", "transfer")
+HUGE_PAGE_BYTES = constant("HUGE_PAGE_BYTES", "transfer")
 LARGEST_WHOLE = BUFFERS * PART_BYTES
 LARGE = 3 * PART_BYTES + 4097  # of four parts
 
@@ -232,7 +233,8 @@ def copies_of(size):
     """How many copies of CUDA's so many bytes take, which come from a ring or go there."""
     if size < LEAST_RING_BYTES:
         return 1
-    return -(-size // (-(-size // (LEAST_CHUNKS * SLICE_BYTES)) * SLICE_BYTES))
+    slices = -(-size // (LEAST_CHUNKS * SLICE_BYTES))
+    return -(-size // min(slices * SLICE_BYTES, BUFFER_BYTES))
 
 
 @pytest.mark.parametrize(
@@ -615,6 +617,81 @@ same(gpuops.add(np.stack([x, y]), y, out=out, device="cuda"), np.stack([x + y, y
 )
 def test_environments(fake_device, environment):
     run_child(fake_device.gpuops, IN_CHILD, **SMALL_PARTS, **environment)
+
+
+WATCHED = """
+import mmap, time
+from pathlib import Path
+import numpy as np
+from faults.fake import Fake
+from test_pipeline import *
+import gpuops
+
+fake = Fake(Path(gpuops.__path__[0]).with_name("cudart"))
+launches = 0
+
+def at_launch(number, look):
+    def visit(name, _):
+        global launches
+        launches += name == "cudaLaunchKernel"
+        if name == "cudaLaunchKernel" and launches == number:
+            print(look())
+    return fake.visit(visit)
+"""
+
+
+def watched(device, source, **environment):
+    environment["GPUOPS_FAKE_MEMORY"] = str(DEVICE_BYTES)
+    return run_child(device.gpuops, WATCHED + source, **environment)
+
+
+LONG_PARTS = """
+part = 2 * RING_BYTES
+fake.set_part_bytes(part)
+fake.set_scheduler("{scheduler}")
+x, out = numbers(3 * part), np.zeros(3 * part, np.uint8)
+with at_launch(2, lambda: np.any(out[:part])):
+    gpuops.add(x, x, out=out, device="cuda")
+np.testing.assert_array_equal(out, x + x)
+"""
+
+
+def test_copies_advance_together(fake_device):
+    """Alone, a caller writes to the result while the next operands wait for the bus."""
+    source = LONG_PARTS.format(scheduler="lazy")
+    assert watched(fake_device, source, GPUOPS_NUM_THREADS="1") == "True\n"
+
+
+def test_a_part_is_sent_before_its_buffer_is_used_again(fake_device):
+    """Also where it is longer than a ring, and the bus never keeps the way up waiting."""
+    source = LONG_PARTS.format(scheduler="now")
+    assert watched(fake_device, source, GPUOPS_NUM_THREADS="1") == "False\n"
+
+
+def test_all_of_the_result_is_made_ready(fake_device):
+    """By the workers, before there is anything to be written to it."""
+    source = """
+def is_there():
+    page = out[-2 * HUGE_PAGE_BYTES :].ctypes.data & -mmap.PAGESIZE
+    known = ctypes.c_ubyte()
+    assert mincore(ctypes.c_void_p(page), ctypes.c_size_t(1), ctypes.byref(known)) == 0
+    return bool(known.value & 1)
+
+def gets_there():
+    end = time.monotonic() + 20
+    while not is_there() and time.monotonic() < end:
+        time.sleep(0.01)
+    return is_there()
+
+mincore = ctypes.CDLL(None).mincore
+x, out = numbers(LARGE), np.frombuffer(mmap.mmap(-1, LARGE), np.uint8)
+print(is_there())
+with at_launch(1, gets_there):
+    gpuops.add(x, x, out=out, device="cuda")
+np.testing.assert_array_equal(out, x + x)
+"""
+    said = watched(fake_device, source, **SMALL_PARTS, GPUOPS_NUM_THREADS="3")
+    assert said == "False\nTrue\n"
 
 
 def test_a_limit_that_is_no_number(fake_device):

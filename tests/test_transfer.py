@@ -36,6 +36,7 @@ BOUNDARIES = sorted(
     | {RING_BYTES + BUFFER_BYTES, RING_BYTES + SLICE_BYTES, 3 * SLICE_BYTES}
 )
 SIZES = [size + more for size in BOUNDARIES for more in (-1, 0, 1)]
+LEAST = max(BUFFER_BYTES, LEAST_RING_BYTES)  # of at least one buffer
 ABOVE = RING_BYTES + BUFFER_BYTES + SLICE_BYTES + 5  # of several rounds
 
 MARGIN = 100
@@ -150,7 +151,7 @@ def test_streams_in_any_order(fake, seed):
     gpuops = fake.gpuops
     fake.fake.set_scheduler("shuffled", seed)
     streams = [gpuops.Stream() for _ in range(3)]
-    sources = [numbers(BUFFER_BYTES + k * SLICE_BYTES, k) for k in range(6)]
+    sources = [numbers(LEAST + k * SLICE_BYTES, k) for k in range(6)]
     arrays = [gpuops.to_device(source, stream=streams[k % 3]) for k, source in enumerate(sources)]
     for source, d in zip(sources, arrays, strict=True):
         np.testing.assert_array_equal(d.to_host(stream=streams[2]), source)
@@ -243,7 +244,7 @@ def test_a_stream_that_is_held_up_holds_up_no_other(fake, no_rings):
     pending = fake.fake.pending()
     assert pending > RING_BUFFERS
     # Its own next copy waits for the buffers; another stream's takes others.
-    arrays.append(gpuops.to_device(x[:BUFFER_BYTES], stream=other))
+    arrays.append(gpuops.to_device(x[:LEAST], stream=other))
     assert rings(fake, no_rings) == 2
     assert not held_up.query()
     arrays.append(gpuops.to_device(x, stream=held_up))
@@ -380,7 +381,7 @@ def test_eight_threads_copy_at_once(gpu, gpuops):
 
     def copies(seed):
         def run():
-            x = numbers(BUFFER_BYTES + seed * SLICE_BYTES + seed, seed)
+            x = numbers(LEAST + seed * SLICE_BYTES + seed, seed)
             stream = gpuops.Stream() if seed % 2 else None
             for _ in range(3):
                 round_trip(gpuops, x, stream=stream)
@@ -418,16 +419,16 @@ def in_child(device, source, **environment):
 @pytest.mark.parametrize("threads", [1, 2, 12])
 def test_any_number_of_worker_threads(fake_device, threads):
     source = """
-for size in (LEAST_RING_BYTES, BUFFER_BYTES + 1, ABOVE):
+for size in (LEAST_RING_BYTES, LEAST + 1, ABOVE):
     round_trip(gpuops, numbers(size))
-run_threads([lambda: round_trip(gpuops, numbers(BUFFER_BYTES))] * 3)
+run_threads([lambda: round_trip(gpuops, numbers(LEAST))] * 3)
 print("done")
 """
     assert in_child(fake_device, source, GPUOPS_NUM_THREADS=str(threads)) == "done\n"
 
 
 THREADS_OF_A_LIMIT = """
-x = numbers(BUFFER_BYTES)
+x = numbers(LEAST)
 run_threads([lambda: [round_trip(gpuops, x) for _ in range(3)]] * 6)
 print(rings())
 """
@@ -449,7 +450,7 @@ def test_no_more_rings_than_the_limit_allows(fake_device, limit, most):
     source = """
 x = numbers(LEAST_RING_BYTES)
 with fake.fail(1, NOT_READY, "from then on", "cudaEventQuery"):
-    arrays = [gpuops.to_device(x, stream=gpuops.Stream()) for _ in range(20)]
+    arrays = [gpuops.to_device(x, stream=gpuops.Stream()) for _ in range(40)]
     print(rings() * RING_BYTES)
 assert all((d.to_host() == x).all() for d in arrays)
 """

@@ -403,7 +403,7 @@ def windows(gpu):
 
 PART_BYTES = 16 << 10
 LEAST_IN_PARTS = 2 * PART_BYTES + 16  # bytes of a result on the host: three parts
-LEAST_AROUND = (96 << 10) + 8  # bytes of a copy that uses a buffer of its ring a second time
+LEAST_AROUND = (32 << 10) + 8  # bytes of a copy that uses a buffer of its ring a second time
 
 
 def with_small_sizes(gpu):
