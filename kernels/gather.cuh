@@ -90,7 +90,6 @@ void copy_and_scan(Gather *gather, const char *indices, int64_t count, char *cop
 struct MadeRows {
     const Gather *gather;
     bool prefetch; /* the table is too large for the caches */
-    bool stream;   /* the CPU will not read what it writes */
     pthread_mutex_t lock;
     const char *bad; /* the first index that is out of bounds, or NULL */
     char value[8];   /* what it was when it was read */

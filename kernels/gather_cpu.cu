@@ -7,8 +7,6 @@ constexpr int64_t GRAIN_BYTES = 512 << 10; /* what is worth waking a thread for 
 constexpr int64_t PREFETCH_ABOVE_BYTES = 8 << 20;
 constexpr int64_t PREFETCH_DISTANCE = 24; /* rows */
 constexpr size_t PREFETCH_BYTES = 256;    /* the rest of a row follows by itself */
-/* Of a row that is written around the cache: its ends share a line with the rows beside it. */
-constexpr size_t LEAST_STREAMED_ROW = 512;
 
 static void note_bad(MadeRows *work, const char *index, const void *value)
 {
@@ -74,7 +72,6 @@ static bool copy_rows(MadeRows *work, const Loop &loop, char *out, const char *x
     const int64_t index_step = PACKED ? static_cast<int64_t>(sizeof(Index)) : loop.index;
     const int64_t x_step = PACKED ? 0 : loop.x;
     const int64_t ahead = work->prefetch ? PREFETCH_DISTANCE : count;
-    const bool streams = WIDTH == 0 && work->stream && row_bytes >= LEAST_STREAMED_ROW;
     int64_t i = 0;
     if (PACKED && WIDTH > 0 && !work->prefetch)
         i = copy_groups<Index, WIDTH>(out, x, indices, axis_stride, size, from_end, count);
@@ -101,10 +98,6 @@ static bool copy_rows(MadeRows *work, const Loop &loop, char *out, const char *x
             }
         } else {
             row = x + i * x_step + static_cast<int64_t>(place) * axis_stride;
-        }
-        if (streams) {
-            copy_streamed(out + i * out_step, row, gather.row_bytes);
-            continue;
         }
         memcpy(out + i * out_step, row, row_bytes);
     }
@@ -229,7 +222,7 @@ static bool is_beyond_caches(const Gather &gather)
 
 void open_rows(MadeRows *rows, const Gather *gather)
 {
-    *rows = {gather, is_beyond_caches(*gather), true, PTHREAD_MUTEX_INITIALIZER, NULL, ""};
+    *rows = {gather, is_beyond_caches(*gather), PTHREAD_MUTEX_INITIALIZER, NULL, ""};
 }
 
 /* A part of one row, at first where it lies in x, and in the fill. */
@@ -241,7 +234,7 @@ static void make_part(MadeRows *whole, int64_t row, int64_t offset, int64_t byte
     part.row_bytes = bytes;
     /* The loops lead to the row, and a packed result's begin is as far before the place. */
     part.out = place - row * whole->gather->row_bytes;
-    MadeRows made = {&part, false, false, PTHREAD_MUTEX_INITIALIZER, NULL, ""};
+    MadeRows made = {&part, false, PTHREAD_MUTEX_INITIALIZER, NULL, ""};
     with_index_type(part.index_dtype,
                     [&](auto zero) { gather_range<decltype(zero), 0>(&made, row, row + 1); });
     if (made.bad != NULL) note_bad(whole, made.bad, made.value);
@@ -264,13 +257,11 @@ void make_rows(void *context, int64_t begin, int64_t end, char *place)
     if (rows > 0) {
         Gather stretch = *whole->gather;
         stretch.out = place - begin;
-        MadeRows made = {&stretch, whole->prefetch, whole->stream, PTHREAD_MUTEX_INITIALIZER, NULL,
-                         ""};
+        MadeRows made = {&stretch, whole->prefetch, PTHREAD_MUTEX_INITIALIZER, NULL, ""};
         with_index_type(stretch.index_dtype, [&](auto zero) {
             gather_range_for<decltype(zero)>(row_bytes)(&made, begin / row_bytes,
                                                         begin / row_bytes + rows);
         });
-        fence_streamed();
         if (made.bad != NULL) note_bad(whole, made.bad, made.value);
         pthread_mutex_destroy(&made.lock);
         begin += rows * row_bytes;
@@ -330,7 +321,7 @@ void copy_and_scan(Gather *gather, const char *indices, int64_t count, char *cop
 
 Status gather_on_cpu(const Call *call, const Gather &gather, int64_t index_count)
 {
-    MadeRows work = {&gather, is_beyond_caches(gather), false, PTHREAD_MUTEX_INITIALIZER, NULL, ""};
+    MadeRows work = {&gather, is_beyond_caches(gather), PTHREAD_MUTEX_INITIALIZER, NULL, ""};
 
     with_index_type(gather.index_dtype, [&](auto zero) {
         using Index = decltype(zero);

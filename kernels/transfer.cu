@@ -142,44 +142,6 @@ void box_pack(const Box &box, char *packed)
     box_copy_parallel<true>(merged, 0, box_items(merged), packed);
 }
 
-#if defined __SSE2__ && !defined __SANITIZE_THREAD__ /* which sees no such stores */
-
-void copy_streamed(char *target, const char *source, int64_t bytes)
-{
-    constexpr int64_t WORD = sizeof(__m128i), STEP = 4 * WORD;
-    const int64_t head = -(intptr_t)target & (WORD - 1);
-    if (bytes < head + STEP) {
-        memcpy(target, source, (size_t)bytes);
-        return;
-    }
-    memcpy(target, source, (size_t)head);
-    int64_t at = head;
-    for (; at + STEP <= bytes; at += STEP) {
-        __m128i words[4];
-        for (int i = 0; i < 4; i++)
-            words[i] = _mm_loadu_si128(reinterpret_cast<const __m128i *>(source + at + i * WORD));
-        for (int i = 0; i < 4; i++)
-            _mm_stream_si128(reinterpret_cast<__m128i *>(target + at + i * WORD), words[i]);
-    }
-    memcpy(target + at, source + at, (size_t)(bytes - at));
-}
-
-void fence_streamed(void)
-{
-    _mm_sfence();
-}
-
-#else
-
-void copy_streamed(char *target, const char *source, int64_t bytes)
-{
-    memcpy(target, source, (size_t)bytes);
-}
-
-void fence_streamed(void) {}
-
-#endif
-
 #ifdef __CUDACC__
 
 Status copy_within_device(void *target, const void *source, int64_t bytes, void *stream)
@@ -502,15 +464,46 @@ static char *place_in_ring(const Transfer &transfer, int64_t chunk)
     return transfer.ring->buffers + buffer_of(transfer, chunk) * BUFFER_BYTES;
 }
 
+/* Copies around the cache, for what the CPU does not read again. */
+#if defined __SSE2__ && !defined __SANITIZE_THREAD__ /* which sees no such stores */
+
+static void copy_streamed(char *target, const char *source, int64_t bytes)
+{
+    constexpr int64_t WORD = sizeof(__m128i), STEP = 4 * WORD;
+    const int64_t head = -(intptr_t)target & (WORD - 1);
+    if (bytes < head + STEP) {
+        memcpy(target, source, (size_t)bytes);
+        return;
+    }
+    memcpy(target, source, (size_t)head);
+    int64_t at = head;
+    for (; at + STEP <= bytes; at += STEP) {
+        __m128i words[4];
+        for (int i = 0; i < 4; i++)
+            words[i] = _mm_loadu_si128(reinterpret_cast<const __m128i *>(source + at + i * WORD));
+        for (int i = 0; i < 4; i++)
+            _mm_stream_si128(reinterpret_cast<__m128i *>(target + at + i * WORD), words[i]);
+    }
+    memcpy(target + at, source + at, (size_t)(bytes - at));
+    _mm_sfence();
+}
+
+#else
+
+static void copy_streamed(char *target, const char *source, int64_t bytes)
+{
+    memcpy(target, source, (size_t)bytes);
+}
+
+#endif
+
 template <bool PACK>
 static void copy_bytes(char *target, const char *source, int64_t bytes)
 {
-    if (PACK || bytes < LEAST_STREAMED_BYTES) {
+    if (PACK || bytes < LEAST_STREAMED_BYTES)
         memcpy(target, source, (size_t)bytes);
-    } else {
+    else
         copy_streamed(target, source, bytes);
-        fence_streamed();
-    }
 }
 
 /* The bytes begin..end of the packed box, which may begin and end within an item. */

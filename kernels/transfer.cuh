@@ -22,11 +22,6 @@ void box_pack(const Box &box, char *packed);
 void copy_items(char *target, int64_t target_stride, const char *source, int64_t source_stride,
                 int64_t count, int64_t item_bytes);
 
-/* Copies around the cache, for what the CPU does not read again; they are over, for whoever hears
- * of it, after the fence. */
-void copy_streamed(char *target, const char *source, int64_t bytes);
-void fence_streamed(void);
-
 #ifdef __CUDACC__
 Status copy_to_device(void *device, const void *host, int64_t bytes, void *stream);
 Status copy_to_host(void *host, const void *device, int64_t bytes, void *stream);
