@@ -895,6 +895,32 @@ def test_an_output_that_lies_at_half_a_number(gpu, dtype, offset, size):
     np.testing.assert_array_equal(found, a @ b)
 
 
+def laid(values, layout):
+    if layout == "F":
+        return np.asfortranarray(values)
+    if layout == "reversed":
+        return values[::-1].copy()[::-1]
+    room = np.zeros(8 * values.nbytes, np.uint8)
+    if layout == "misaligned":
+        found = room[1 : 1 + values.nbytes].view(values.dtype).reshape(values.shape)
+    else:
+        found = room.view(values.dtype).reshape(4, 8)[::2, ::4]
+    found[...] = values
+    return found
+
+
+@pytest.mark.parametrize("layout", ["F", "reversed", "apart", "misaligned"])
+@pytest.mark.parametrize("which", ["a", "b", "out"])
+def test_the_operands_of_a_product_lie_in_any_way(gpuops, which, layout):
+    """NumPy has a short way to its BLAS, which does not take all of them."""
+    operands = {"a": [[1.0, 2], [3, 4]], "b": [[0.0, 1], [2, 3]], "out": [[0.0, 0], [0, 0]]}
+    operands = {name: np.array(values) for name, values in operands.items()}
+    operands[which] = laid(operands[which], layout)
+    a, b, out = operands.values()
+    assert gpuops.matmul(a, b, out=out) is out
+    assert out.tolist() == gpuops.matmul(a, b).tolist() == [[4, 7], [8, 15]]
+
+
 def test_errors_of_numpy_stay_as_they_are(cpu_device):
     """But one that it has no words for: NumPy has found no memory."""
     source = """
@@ -907,7 +933,7 @@ np.matmul = fails
 import gpuops
 for text in ("out of luck", "<ufunc 'matmul'> returned NULL without setting an exception"):
     try:
-        gpuops.matmul(np.eye(2), np.eye(2), device="cpu")
+        gpuops.matmul(np.eye(2)[None], np.eye(2), device="cpu")
     except (SystemError, MemoryError) as error:
         print(repr(error))
 """
