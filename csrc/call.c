@@ -813,6 +813,8 @@ done:
  * measured first, which may take Python code, so that the call is to begin anew after that. */
 static bool settle_device(const Call *call, Work *work)
 {
+    if (work->wanted_device == DEVICE_DEFAULT && cuda_is_missing())
+        work->wanted_device = DEVICE_CPU;
     if (work->wanted_device != DEVICE_AUTO || call->stream != NULL) return true;
     work->unmeasured = choose_automatically(call, &work->taken);
     work->wanted_device = work->taken.device;

@@ -272,6 +272,8 @@ typedef struct DeviceInfo {
 } DeviceInfo;
 
 Status cuda_device_count(int *count); /* never 0: a failure says why there is none */
+/* It is known that there is none, and so device=None means the CPU. */
+bool cuda_is_missing(void);
 /* There is none, or none that this process can use, for as long as it lives. */
 bool cuda_is_absent(void);
 Status cuda_current_device(int *device);

@@ -182,10 +182,14 @@ Status cuda_device_count(int *count)
     return status;
 }
 
+bool cuda_is_missing(void)
+{
+    return __atomic_load_n(&cuda.probed, __ATOMIC_ACQUIRE) && cuda.status != STATUS_OK;
+}
+
 bool cuda_is_absent(void)
 {
-    const bool probed = __atomic_load_n(&cuda.probed, __ATOMIC_ACQUIRE);
-    return cuda.forked || runtime_is_lost() || (probed && cuda.status != STATUS_OK);
+    return cuda.forked || runtime_is_lost() || cuda_is_missing();
 }
 
 Status cuda_check_ordinal(int device)
@@ -281,6 +285,11 @@ Status cuda_device_count(int *count)
     return fail(STATUS_DEVICE_ERROR,
                 "this gpuops was built without CUDA (GPUOPS_CUDA=0): install one with it, or use "
                 "device=\"cpu\"");
+}
+
+bool cuda_is_missing(void)
+{
+    return true;
 }
 
 bool cuda_is_absent(void)
