@@ -258,8 +258,7 @@ static int read_arguments(State *state, const Signature *signature, PyObject **v
         const Parameter *parameter = &signature->parameters[i];
         PyObject *value = values[i];
         if (value == NULL) continue;
-        const char *name = PyUnicode_AsUTF8AndSize(parameter->name, NULL);
-        if (name == NULL) return -1;
+        const char *name = parameter->text;
         switch (parameter->role) {
         case ROLE_INPUT:
             if (read_operand(state, value, call->op->name, name,
@@ -419,11 +418,10 @@ static int check_huge_integers(const Call *call, const Arguments *arguments)
     return 0;
 }
 
-/* The dtype of the result, as an operand that has it: one of the inputs wherever that is possible,
- * because other libraries have dtypes that NumPy has not. */
+/* The dtype of the result, as an operand of which nothing else is set: that of one of the inputs
+ * wherever that is possible, because other libraries have dtypes that NumPy has not. */
 static int find_like(const Call *call, const Arguments *arguments, Operand *like)
 {
-    memset(like, 0, offsetof(Operand, view));
     like->name = "the result";
     like->dtype.code = DL_NONE;
     const Dtype dtype = call->out.dtype;
@@ -438,6 +436,7 @@ static int find_like(const Call *call, const Arguments *arguments, Operand *like
     like->name = found->name;
     like->dtype = found->dtype;
     like->descr = (PyArray_Descr *)Py_XNewRef((PyObject *)found->descr);
+    like->view.dtype_name = found->view.dtype_name;
     return 0;
 }
 
@@ -698,7 +697,9 @@ static PyObject *call_on_device(State *state, Call *call, Arguments *arguments,
 static const Operand *find_kind(const Arguments *arguments)
 {
     for (int i = 0; i < arguments->count; i++)
-        if (!PyArray_CheckAnyScalar(arguments->inputs[i].object)) return &arguments->inputs[i];
+        if (PyArray_Check(arguments->inputs[i].object) ||
+            !PyArray_CheckAnyScalar(arguments->inputs[i].object))
+            return &arguments->inputs[i];
     return &arguments->inputs[0];
 }
 

@@ -43,7 +43,8 @@ typedef enum Role {
 } Role;
 
 typedef struct Parameter {
-    PyObject *name; /* interned */
+    PyObject *name;   /* interned */
+    const char *text; /* the same in UTF-8 */
     Role role;
     bool by_keyword, required;
 } Parameter;

@@ -9,10 +9,10 @@ static int parse_device(const char *text, int *device)
 {
     if (strcmp(text, "cpu") == 0) {
         *device = DEVICE_CPU;
-    } else if (strcmp(text, "cuda") == 0) {
-        *device = DEVICE_CUDA;
     } else if (strcmp(text, "auto") == 0) {
         *device = DEVICE_AUTO;
+    } else if (strcmp(text, "cuda") == 0) {
+        *device = DEVICE_CUDA;
     } else if (strncmp(text, "cuda:", 5) == 0 &&
                strspn(text + 5, "0123456789") == strlen(text + 5) && text[5] != '\0' &&
                strlen(text + 5) < 6) {

@@ -104,8 +104,9 @@ static int find_library(const State *state, PyTypeObject *type, PyObject **known
 /* What most arguments are, and all that NumPy has itself; other types are looked up. */
 static bool is_common(PyObject *object)
 {
-    return PyList_CheckExact(object) || PyLong_CheckExact(object) || PyFloat_CheckExact(object) ||
-           PyTuple_CheckExact(object) || object == Py_None || PyArray_Check(object);
+    return PyArray_CheckExact(object) || PyList_CheckExact(object) || PyLong_CheckExact(object) ||
+           PyFloat_CheckExact(object) || PyTuple_CheckExact(object) || object == Py_None ||
+           PyArray_Check(object);
 }
 
 static int classify(State *state, Operand *operand)
@@ -157,8 +158,10 @@ int read_operand(State *state, PyObject *object, const char *op, const char *nam
     const int found = read_array_operand(state, object, op, name, operand);
     if (found != 0) return found < 0 ? -1 : 0;
     operand->kind = KIND_HOST;
-    operand->array =
-        strcmp(name, "indices") == 0 ? as_indices(object, name) : as_array(object, name);
+    if (PyArray_Check(object) || strcmp(name, "indices") != 0)
+        operand->array = as_array(object, name);
+    else
+        operand->array = as_indices(object, name);
     return operand->array == NULL ? -1 : 0;
 }
 
@@ -175,7 +178,7 @@ void operand_clear(Operand *operand)
 {
     release(operand->array);
     Py_XDECREF((PyObject *)operand->descr);
-    dlpack_delete(operand->exported);
+    if (operand->exported != NULL) dlpack_delete(operand->exported);
     if (operand->memory != NULL) release_memory(operand->memory);
     if (operand->stream != NULL) release_stream(operand->stream);
 }

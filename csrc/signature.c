@@ -45,6 +45,8 @@ int read_signature(Signature *signature)
             parameter->name = PyUnicode_FromStringAndSize(at, (Py_ssize_t)name_length);
             if (parameter->name == NULL) return -1;
             PyUnicode_InternInPlace(&parameter->name);
+            parameter->text = PyUnicode_AsUTF8AndSize(parameter->name, NULL);
+            if (parameter->text == NULL) return -1;
             parameter->required = at[name_length] != '=';
             parameter->role = role_of(parameter->name, at + name_length + !parameter->required);
             parameter->by_keyword = true;
@@ -109,7 +111,7 @@ int bind_arguments(const Signature *signature, PyObject *const *args, Py_ssize_t
     for (Py_ssize_t i = 0; i < keywords; i++)
         if (bind_keyword(signature, PyTuple_GetItem(names, i), args[count + i], values) < 0)
             return -1;
-    for (int i = 0; i < signature->count; i++) {
+    for (int i = (int)count; i < signature->count; i++) {
         if (values[i] == NULL && signature->parameters[i].required) {
             PyErr_Format(PyExc_TypeError, "%s() missing required argument '%U' (pos %d)",
                          signature->op.name, signature->parameters[i].name, i + 1);

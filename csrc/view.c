@@ -144,7 +144,7 @@ PyArrayObject *as_array(PyObject *object, const char *name)
 PyArrayObject *as_indices(PyObject *object, const char *name)
 {
     PyArrayObject *array = as_array(object, name);
-    if (array == NULL || PyArray_Check(object)) return array;
+    if (array == NULL) return NULL;
     /* An empty list has no dtype of its own, and numpy.asarray makes it float64. */
     if (PyArray_SIZE(array) == 0 && PyArray_TYPE(array) == NPY_DOUBLE && PySequence_Check(object) &&
         !PyObject_CheckBuffer(object)) {
