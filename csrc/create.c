@@ -505,9 +505,9 @@ PyMethodDef create_methods[] = {
     {"empty_cache", (PyCFunction)(void (*)(void))empty_cache, METH_VARARGS | METH_KEYWORDS,
      "empty_cache($module, device=None)\n--\n\n"
      "Give back the memory of a GPU that no array uses; waits for the GPU.\n\n"
-     "The page-locked buffers that large copies go through are given back as well, and the memory\n"
-     "of the host that is kept for results to come. Without a GPU, that is all there is to give\n"
-     "back.\n\n"
+     "The page-locked buffers of large copies and of small calls are given back as well, and the\n"
+     "memory of the host that is kept for results to come. Without a GPU, that is all there is to\n"
+     "give back.\n\n"
      "Parameters\n----------\n" DEVICE_DOC "\n"
      "Raises\n------\nDeviceError\n    If there is no such GPU, and `device` was given.\n"
      "ValueError\n    If `device` names no GPU.\n"},

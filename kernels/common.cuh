@@ -161,6 +161,9 @@ void event_give(int device, cudaEvent_t event);
 /* transfer.cu: gives back the page-locked buffers of the device that is current, as far as no copy
  * is on its way through them. */
 void transfer_flush(int device);
+/* slab.cu: gives back the slabs of the device that is current, as far as nothing is at work there.
+ */
+void slab_flush(int device);
 
 /* pinned.cu: a call that uses memory of the host. What of it is page-locked, or will be while the
  * call goes on, stays so until it is let go of, when the work on a device that uses it is over, or

@@ -246,14 +246,7 @@ Status copy_on_device(const View *target, const View *source, Stream *stream)
     return copy_pair(pair, NULL, stream->handle);
 }
 
-/* Views and boxes. */
-
-static Box box_of(const View *view)
-{
-    Box box = {static_cast<char *>(view->data), view->item_bytes, 0, {}, {}};
-    for (int i = 0; i < view->ndim; i++) box_append(&box, view->shape[i], view->strides[i]);
-    return box;
-}
+/* Views. */
 
 static int64_t view_bytes(const View *view)
 {

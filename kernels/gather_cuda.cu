@@ -1,7 +1,9 @@
 /* gather on a GPU: between arrays in its memory, and between arrays on the host, which go through
- * device memory, in tiles where they do not fit as a whole. The kernel is in gather_rows.cu. */
+ * device memory, in tiles where they do not fit as a whole, or where they are small through a slab.
+ * The kernel is in gather_rows.cu. */
 #include "gather.cuh"
 #include "pipeline.cuh"
+#include "slab.cuh"
 
 #include <stdlib.h>
 #include <string.h>
@@ -127,12 +129,15 @@ Status gather_between_device_arrays(const Call *call, const Gather &gather, int6
 
 /* The tiles. */
 
-/* A stretch of device memory from which a tile takes what it needs, and how far the call is. */
+/* A stretch of device memory, or a slab, from which a tile takes what it needs, and how far the call
+ * is. All fits in a slab. */
 struct Arena {
     const Call *call;
     int64_t done_bytes, out_bytes; /* of the result */
     int64_t looked;
     Memory *owned;
+    Slab *slab;
+    bool is_over; /* no kernel is at work on the slab any more */
     char *memory;
     int64_t bytes, used;
     Stream *owner;       /* of the memory's order */
@@ -287,10 +292,31 @@ void describe_on_device(const Gather &gather, int64_t axis_count, bool as_it_lie
 }
 
 /* Waits for the kernels before, and reports the index that they found to be bad. */
-static Status check_noted(const Arena &arena)
+static Status await_kernels(Arena *arena, Mode mode)
 {
-    Status status = stream_drain(arena.stream);
-    return status == STATUS_OK ? slot_check(arena.owner, arena.slot, false) : status;
+    Status status = stream_drain(arena->stream);
+    arena->is_over = status == STATUS_OK && arena->slab != NULL;
+    if (status != STATUS_OK || mode != MODE_RAISE) return status;
+    return slot_check(arena->owner, arena->slot, false);
+}
+
+static Box box_of_bytes(const char *data, int64_t bytes)
+{
+    return {const_cast<char *>(data), bytes, 0, {}, {}};
+}
+
+static Status send_up(const Arena &arena, const Box &box, int64_t begin, int64_t end, char *place)
+{
+    if (arena.slab == NULL) return box_upload(box, begin, end, place, arena.stream);
+    box_pack(box, place);
+    return STATUS_OK;
+}
+
+static Status send_down(const Arena &arena, const Box &box, char *place)
+{
+    if (arena.slab == NULL) return box_download(box, place, arena.stream);
+    box_unpack(box, place);
+    return STATUS_OK;
 }
 
 /* Looks at all indices, in C order, before anything is written. */
@@ -301,13 +327,14 @@ static Status check_all_indices(const Gather &gather, Arena *arena, int64_t coun
     Status status = STATUS_OK;
     for (int64_t done = 0; done < count && status == STATUS_OK; done += most) {
         const int64_t piece = count - done < most ? count - done : most;
-        status = copy_to_device(arena->memory, gather.indices + done * gather.index_bytes,
-                                piece * gather.index_bytes, arena->stream);
+        const Box box =
+            box_of_bytes(gather.indices + done * gather.index_bytes, piece * gather.index_bytes);
+        status = send_up(*arena, box, 0, 1, arena->memory);
         if (status == STATUS_OK)
             status = launch_check(arena->memory, gather.index_dtype, done, piece, arena->report,
                                   arena->stream);
     }
-    return status == STATUS_OK ? check_noted(*arena) : status;
+    return status == STATUS_OK ? await_kernels(arena, gather.mode) : status;
 }
 
 static Status gather_tile(Arena *arena, const Gather &gather)
@@ -342,11 +369,11 @@ static Status gather_tile(Arena *arena, const Gather &gather)
     device.x = as_it_lies ? x + (packed_table.base - table.base) : x;
     device.indices = device_indices;
 
-    Status status = box_upload(indices, 0, box_items(indices), device_indices, arena->stream);
+    Status status = send_up(*arena, indices, 0, box_items(indices), device_indices);
     if (status == STATUS_OK && gather.mode == MODE_FILL) {
         char *fill = arena_take(arena, device.row_bytes);
         device.fill = fill;
-        status = copy_to_device(fill, gather.fill, device.row_bytes, arena->stream);
+        status = send_up(*arena, box_of_bytes(gather.fill, device.row_bytes), 0, 1, fill);
     }
 
     const int64_t out_bytes = device.rows * device.row_bytes;
@@ -361,8 +388,7 @@ static Status gather_tile(Arena *arena, const Gather &gather)
         if (status != STATUS_OK) break;
         if (!gather.is_in_place && !same_table(*arena, table, begin, end)) {
             /* Parts of the axis are taken only where it is all that x consists of. */
-            status = box_upload(table, fits ? 0 : begin, fits ? box_items(table) : end, x,
-                                arena->stream);
+            status = send_up(*arena, table, fits ? 0 : begin, fits ? box_items(table) : end, x);
             arena->table = table;
             arena->table_begin = begin;
             arena->table_end = end;
@@ -373,8 +399,9 @@ static Status gather_tile(Arena *arena, const Gather &gather)
                          : launch_gather_rows(device, packed.ndim, loops, arena->stream);
         if (end >= places) break;
     }
-    if (status == STATUS_OK && gather.mode == MODE_RAISE) status = check_noted(*arena);
-    if (status == STATUS_OK) status = box_download(out, device.out, arena->stream);
+    if (status == STATUS_OK && (gather.mode == MODE_RAISE || arena->slab != NULL))
+        status = await_kernels(arena, gather.mode);
+    if (status == STATUS_OK) status = send_down(*arena, out, device.out);
     arena->done_bytes += out_bytes;
     return status;
 }
@@ -432,16 +459,19 @@ constexpr int64_t LEAST_ARENA_BYTES = 16 << 10, ASK_ABOVE_BYTES = 64 << 20;
 static Status open_arena(Arena *arena, int64_t wanted)
 {
     arena->bytes = wanted;
+    Status status = slab_take(arena->owner->device, wanted, &arena->slab);
+    if (arena->slab != NULL) arena->memory = arena->slab->data;
+    if (status != STATUS_OK || arena->slab != NULL) return status;
     if (wanted > ASK_ABOVE_BYTES) {
         int64_t room;
-        Status status = device_memory_room(arena->owner->device, &room);
+        status = device_memory_room(arena->owner->device, &room);
         if (status != STATUS_OK) return status;
         room -= room / 10;
         if (arena->bytes > room) arena->bytes = room / ALIGNMENT * ALIGNMENT;
         if (arena->bytes < LEAST_ARENA_BYTES) arena->bytes = LEAST_ARENA_BYTES;
     }
     for (;;) {
-        Status status = memory_allocate(arena->owner, arena->bytes, &arena->owned);
+        status = memory_allocate(arena->owner, arena->bytes, &arena->owned);
         if (status == STATUS_OK) arena->memory = memory_data(arena->owned);
         if (status != STATUS_MEMORY_ERROR || arena->bytes <= LEAST_ARENA_BYTES) return status;
         arena->bytes = aligned(arena->bytes / 2);
@@ -492,9 +522,12 @@ static Status gather_on_current_device(const Call *call, Gather gather, int64_t 
     if (status == STATUS_OK && rows > 0) status = gather_tiles(&arena, gather);
     /* Whatever happened, nothing may still be at work on the caller's memory. */
     const Failure first = status == STATUS_OK ? Failure() : *last_failure();
-    Status last = stream_drain(arena.stream);
+    const Status last = arena.is_over ? STATUS_OK : stream_drain(arena.stream);
     slot_give(call->device, arena.slot, status != STATUS_OK);
-    memory_release(arena.owned);
+    if (arena.slab != NULL)
+        slab_give(arena.slab, last == STATUS_OK);
+    else
+        memory_release(arena.owned);
     free(copy);
     if (status == STATUS_OK) return last;
     return fail_cuda(status, first.cuda_code, first.cuda_name, first.text);

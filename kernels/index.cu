@@ -39,9 +39,6 @@ char *pack_indices(const View *indices, int64_t count)
 {
     char *packed = static_cast<char *>(malloc((size_t)(count * indices->item_bytes)));
     if (packed == NULL) return NULL;
-    Box box = {static_cast<char *>(indices->data), indices->item_bytes, 0, {}, {}};
-    for (int i = 0; i < indices->ndim; i++)
-        box_append(&box, indices->shape[i], indices->strides[i]);
-    box_pack(box, packed);
+    box_pack(box_of(indices), packed);
     return packed;
 }

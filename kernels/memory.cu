@@ -717,6 +717,7 @@ Status memory_empty_cache(int device)
             status = cuda_status(cudaMemPoolTrimTo(pool_of(device), 0), "cudaMemPoolTrimTo");
     }
     transfer_flush(device);
+    slab_flush(device);
     pipeline_flush(device);
     device_leave(device, previous);
     pinned_flush();

@@ -1,6 +1,7 @@
 /* One call of one operator on a GPU: its arrays are brought there if they are not, in the dtype
  * that it computes in, and its work is queued in the order of its stream. */
-#include "common.cuh"
+#include "slab.cuh"
+#include "transfer.cuh"
 
 #include <stdlib.h>
 
@@ -14,11 +15,16 @@ Status open_report(const Call *call, int64_t axis_size, IndexReport *report)
     return report_open(call->stream, slot, call->op->name, call->axis, axis_size, report);
 }
 
+static bool is_to_be_cast(const Call *call, const View *input, int i)
+{
+    return call->cast_inputs >> i & 1 && input->dtype != call->compute;
+}
+
 static bool stays_on_host(const Call *call, int i)
 {
     const View *input = &call->inputs[i];
     if (input->device != DEVICE_CPU) return false;
-    if (call->cast_inputs >> i & 1 && input->dtype != call->compute) return false;
+    if (is_to_be_cast(call, input, i)) return false;
     return call->host_inputs >> i & 1 || (call->elementwise && view_items(input) == 1);
 }
 
@@ -31,6 +37,13 @@ static Status new_computed(const Call *call, const View *like, View *view)
     computed.dtype_name = dtype_name(call->compute);
     computed.item_bytes = dtype_bytes(call->compute);
     return new_view(&computed, call->stream, view);
+}
+
+/* What repeats is not sent up again and again: it is broadcast there as well. */
+static void leave_out_repeats(const Call *call, View *input)
+{
+    for (int k = 0; call->elementwise && k < input->ndim; k++)
+        if (input->strides[k] == 0) input->shape[k] = 1;
 }
 
 /* What is on the host is sent up as it is, which is never more. */
@@ -68,16 +81,14 @@ static Status bring_input(Call *call, int i, Brought *brought)
     brought->copy = NULL;
     brought->read = false;
     if (stays_on_host(call, i)) return STATUS_OK;
-    /* What repeats is not sent up again and again: it is broadcast there as well. */
-    for (int k = 0; call->elementwise && input->device == DEVICE_CPU && k < input->ndim; k++)
-        if (input->strides[k] == 0) brought->given.shape[k] = 1;
+    if (input->device == DEVICE_CPU) leave_out_repeats(call, &brought->given);
     Status status = STATUS_OK;
     if (input->device != DEVICE_CPU) {
         status = begin_reading(input, call->stream);
         if (status != STATUS_OK) return status;
         brought->read = true;
     }
-    const bool casts = call->cast_inputs >> i & 1 && input->dtype != call->compute;
+    const bool casts = is_to_be_cast(call, input, i);
     const bool is_changed = call->in_place && views_overlap(&call->out, input);
     if (casts)
         status = convert_input(call, &brought->given, input);
@@ -181,6 +192,69 @@ static Status run_through_device(Call *call)
     return status;
 }
 
+/* How much of a slab the operands of a call take; 0: it is not for one. In place the kernels would
+ * need atomic operations on memory of the host. */
+static int64_t bytes_in_slab(const Call *call)
+{
+    if (call->in_place || (call->elementwise && call->out.dtype != call->compute)) return 0;
+    int64_t bytes = slab_room(view_items(&call->out) * call->out.item_bytes);
+    for (int i = 0; i < call->input_count; i++) {
+        View input;
+        view_copy(&input, &call->inputs[i]);
+        if (input.device != DEVICE_CPU || is_to_be_cast(call, &input, i)) return 0;
+        leave_out_repeats(call, &input);
+        if (!stays_on_host(call, i)) bytes += slab_room(view_items(&input) * input.item_bytes);
+    }
+    return bytes;
+}
+
+/* Puts a packed view in the place of an array on the host; what comes behind it is returned. */
+static char *lay_out(char *place, const Call *call, View *view)
+{
+    view->data = place;
+    view->device = call->device;
+    view->stream = call->stream;
+    view_pack(view);
+    return place + slab_room(view_items(view) * view->item_bytes);
+}
+
+static Status run_in_slab(Call *call, Slab *slab)
+{
+    View out;
+    view_copy(&out, &call->out);
+    char *place = lay_out(slab->data, call, &call->out);
+    for (int i = 0; i < call->input_count; i++) {
+        View *input = &call->inputs[i];
+        if (stays_on_host(call, i)) continue;
+        leave_out_repeats(call, input);
+        const Box given = box_of(input);
+        box_pack(given, place);
+        place = lay_out(place, call, input);
+    }
+    Status status = call->op->run(call);
+    const Failure first = status == STATUS_OK ? Failure() : *last_failure();
+    const Status last = stream_drain(call->stream->handle);
+    if (status != STATUS_OK)
+        status = fail_cuda(status, first.cuda_code, first.cuda_name, first.text);
+    else
+        status = last;
+    /* As whenever somebody waits: a bad index of an earlier call is told of now. */
+    if (status == STATUS_OK) status = slot_check(call->stream, call->stream->slot, true);
+    if (status == STATUS_OK) box_unpack(box_of(&out), static_cast<char *>(call->out.data));
+    slab_give(slab, last == STATUS_OK);
+    view_copy(&call->out, &out);
+    memory_settle();
+    return status;
+}
+
+static Status run_between_host_arrays(Call *call)
+{
+    Slab *slab = NULL;
+    Status status = slab_take(call->device, bytes_in_slab(call), &slab);
+    if (status != STATUS_OK) return status;
+    return slab != NULL ? run_in_slab(call, slab) : run_through_device(call);
+}
+
 /* Between arrays on the host: a wait for the stream, even one after a failure, would spoil it. */
 static Status check_capture(const Call *call)
 {
@@ -200,7 +274,7 @@ static Status run_on_device(Call *call)
     else if (call->run_in_parts != NULL)
         status = call->run_in_parts(call, &done);
     if (call->out.device == DEVICE_CPU && status == STATUS_OK && !done)
-        status = run_through_device(call);
+        status = run_between_host_arrays(call);
     device_leave(call->device, previous);
     return status;
 }

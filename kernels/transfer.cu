@@ -33,6 +33,13 @@ void box_append(Box *box, int64_t count, int64_t stride)
     box->ndim++;
 }
 
+Box box_of(const View *view)
+{
+    Box box = {static_cast<char *>(view->data), view->item_bytes, 0, {}, {}};
+    for (int i = 0; i < view->ndim; i++) box_append(&box, view->shape[i], view->strides[i]);
+    return box;
+}
+
 /* The same bytes with as few dimensions as possible; a contiguous tail becomes part of the item. */
 static Box box_merged(const Box &box)
 {
@@ -140,6 +147,12 @@ void box_pack(const Box &box, char *packed)
 {
     Box merged = box_merged(box);
     box_copy_parallel<true>(merged, 0, box_items(merged), packed);
+}
+
+void box_unpack(const Box &box, char *packed)
+{
+    Box merged = box_merged(box);
+    box_copy_parallel<false>(merged, 0, box_items(merged), packed);
 }
 
 #ifdef __CUDACC__
@@ -270,7 +283,7 @@ static int64_t ring_bytes(void)
     return RING_BUFFERS * BUFFER_BYTES;
 }
 
-static Status pinned_limit(int64_t *bytes)
+Status pinned_limit(int64_t *bytes)
 {
     static int64_t known = -1; /* every thread would find the same, so a race is harmless */
     *bytes = __atomic_load_n(&known, __ATOMIC_RELAXED);

@@ -15,8 +15,10 @@ struct Box {
 
 int64_t box_items(const Box &box);
 void box_append(Box *box, int64_t count, int64_t stride);
+Box box_of(const View *view);
 
 void box_pack(const Box &box, char *packed);
+void box_unpack(const Box &box, char *packed);
 
 /* count items from one place to another, both strided; source and target do not overlap. */
 void copy_items(char *target, int64_t target_stride, const char *source, int64_t source_stride,
@@ -28,6 +30,8 @@ Status copy_to_host(void *host, const void *device, int64_t bytes, void *stream)
 Status copy_within_device(void *target, const void *source, int64_t bytes, void *stream);
 Status copy_across_devices(void *target, int target_device, const void *source, int source_device,
                            int64_t bytes, void *stream);
+/* What GPUOPS_PINNED_LIMIT says, in bytes. */
+Status pinned_limit(int64_t *bytes);
 /* Whether copies of this memory may be on their way when the driver returns. */
 bool host_memory_is_pinned(const void *host);
 Status clear_on_device(void *device, int byte, int64_t bytes, void *stream);

@@ -91,6 +91,7 @@ def test_every_kernel_file_belongs_to_something():
     """To an operator, whose stem its name begins with, or to what all share."""
     shared = {"runtime", "stream", "memory", "transfer", "copy", "convert", "each", "index"}
     shared |= {"run", "pipeline", "each_parts", "hello", "module", "pinned", "cast", "measure"}
+    shared |= {"slab"}
     stems = {operator.stem for operator in OPERATORS}
     for path in (ROOT / "kernels").glob("*.cu"):
         of_an_operator = any(f"{path.stem}_".startswith(f"{stem}_") for stem in stems)
@@ -102,9 +103,9 @@ def test_kernels_are_launched_by_the_one_helper():
     assert len(found_in(code_in("kernels"), r"\bcudaLaunchKernel\w*\s*\(")) == 1
 
 
-def test_cuda_is_called_in_six_files_only():
+def test_cuda_is_called_in_seven_files_only():
     files = code_in("kernels")
-    for stem in ("runtime", "stream", "memory", "transfer", "pinned", "module"):
+    for stem in ("runtime", "stream", "memory", "transfer", "slab", "pinned", "module"):
         del files[f"kernels/{stem}.cu"]
     assert found_in(files, r"\bcuda[A-Z]\w+\s*\(") == []
 

@@ -135,6 +135,14 @@ class Fake:
         """The size of the parts in which large NumPy arrays are worked on; 0 is the real one."""
         self.library.fake_set_part_bytes(ctypes.c_int64(part_bytes))
 
+    def set_slab_bytes(self, slab_bytes):
+        """Up to which size of its operands a call between NumPy arrays goes through a slab.
+
+        0: none does, so that small calls go the way of larger ones. More than the real number is
+        more than a slab has room for.
+        """
+        self.library.fake_set_slab_bytes(ctypes.c_int64(slab_bytes))
+
     def set_ring_divisor(self, divisor):
         """Divides the sizes of the rings for large copies, and that from which on they are used.
 
@@ -149,7 +157,7 @@ class Fake:
         self.set_memory_limit(total.value - available.value + free_bytes)
 
     def reset(self):
-        """Undoes the six above, with all work done, and sets the counts of calls to zero.
+        """Undoes the seven above, with all work done, and sets the counts of calls to zero.
 
         Faults are disarmed, and a lost context is there again.
 

@@ -15,6 +15,7 @@
  *   GPUOPS_FAKE_MULTIPROCESSORS=count of each device
  *   GPUOPS_FAKE_LOCKS_READ_ONLY=0|1
  *   GPUOPS_FAKE_PART_BYTES=of the parts in which large arrays on the host are worked on
+ *   GPUOPS_FAKE_SLAB_BYTES=up to which a call between arrays on the host goes through a slab
  *   GPUOPS_FAKE_SCHEDULER=now|lazy|shuffled
  *   GPUOPS_FAKE_SEED=number, for shuffled
  */
@@ -705,6 +706,18 @@ int64_t fake_cuda_part_bytes(int64_t bytes)
     return machine.part_bytes > 0 ? machine.part_bytes : bytes;
 }
 
+void fake_set_slab_bytes(int64_t bytes)
+{
+    LOCKED();
+    machine.slab_bytes = bytes;
+}
+
+int64_t fake_cuda_slab_bytes(int64_t bytes)
+{
+    LOCKED();
+    return machine.slab_bytes >= 0 ? machine.slab_bytes : bytes;
+}
+
 /* How many errors calls have given, each of which took the place of the last one. */
 long fake_errors(void)
 {
@@ -813,6 +826,7 @@ void fake_reset(void)
     machine.memory_bytes = number("GPUOPS_FAKE_MEMORY", 64 << 20);
     machine.locks_read_only = number("GPUOPS_FAKE_LOCKS_READ_ONLY", 1);
     machine.part_bytes = (int64_t)number("GPUOPS_FAKE_PART_BYTES", 0);
+    machine.slab_bytes = (int64_t)number("GPUOPS_FAKE_SLAB_BYTES", -1);
     trim_pools(-1, true);
     memset(counters, 0, sizeof counters);
     end_faults();

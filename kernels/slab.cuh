@@ -1,0 +1,31 @@
+/* Page-locked memory for the operands of small calls between arrays on the host, where kernels read
+ * and write them over the bus. */
+#ifndef GPUOPS_SLAB_CUH
+#define GPUOPS_SLAB_CUH
+
+#include "common.cuh"
+
+#ifdef __CUDACC__
+
+struct Slab {
+    char *data; /* where the host finds it, and the device too */
+    int device;
+    Slab *next;
+};
+
+/* What an operand takes of a slab, so that the next one begins at a multiple of any word. */
+static inline int64_t slab_room(int64_t bytes)
+{
+    constexpr int64_t ALIGNMENT = 256;
+    return (bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+}
+
+/* One with so many bytes, on the device that is current; NULL where that is too much or nothing, or
+ * there is none to be had. */
+Status slab_take(int device, int64_t bytes, Slab **slab);
+/* is_over: nothing is at work on it any more. */
+void slab_give(Slab *slab, bool is_over);
+
+#endif
+
+#endif
