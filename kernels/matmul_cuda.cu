@@ -141,16 +141,22 @@ struct Terms {
     int ndim;
     BatchLoop loops[GPUOPS_MAX_DIMS];
 
+    HOST_DEVICE static void add_steps(BatchLoop *at, const BatchLoop &loop, int64_t position)
+    {
+        at->a += position * loop.a;
+        at->b += position * loop.b;
+        at->out += position * loop.out;
+    }
+
     HOST_DEVICE BatchLoop place(int64_t matrix) const
     {
         BatchLoop at = {0, 0, 0, 0};
-        for (int i = ndim - 1; i >= 0; i--) {
-            const int64_t rest = matrix / loops[i].count, position = matrix - rest * loops[i].count;
-            at.a += position * loops[i].a;
-            at.b += position * loops[i].b;
-            at.out += position * loops[i].out;
+        for (int i = ndim - 1; i > 0; i--) {
+            const int64_t rest = matrix / loops[i].count;
+            add_steps(&at, loops[i], matrix - rest * loops[i].count);
             matrix = rest;
         }
+        if (ndim > 0) add_steps(&at, loops[0], matrix);
         return at;
     }
 
@@ -185,23 +191,31 @@ struct Terms {
     }
 };
 
-/* The simple one: a thread for each element. */
+/* The simple one: a thread for each element. Where their number is one of 32 bits, and SHORT, the
+ * divisions take a tenth of the time, which is most of what products of tiny matrices take. */
 
 constexpr int THREADS = 256;
 
-template <class T>
+template <class T, bool SHORT>
 struct MultiplySimple {
     static constexpr int MAX_THREADS = THREADS;
 
     Terms<T> terms;
+    Divider rows, columns; /* where it is SHORT */
+
+    HOST_DEVICE static int64_t divide(int64_t number, int64_t divisor, Divider divider)
+    {
+        return SHORT ? divider.divide(static_cast<uint32_t>(number)) : number / divisor;
+    }
 
     HOST_DEVICE void operator()(Thread thread) const
     {
         const int64_t step = (int64_t)thread.blocks * thread.threads;
         for (int64_t item = (int64_t)thread.block * thread.threads + thread.thread;
              item < terms.items; item += step) {
-            const int64_t line = item / terms.columns, column = item - line * terms.columns;
-            const int64_t matrix = line / terms.rows, row = line - matrix * terms.rows;
+            const int64_t line = divide(item, terms.columns, columns);
+            const int64_t matrix = divide(line, terms.rows, rows);
+            const int64_t column = item - line * terms.columns, row = line - matrix * terms.rows;
             const BatchLoop at = terms.place(matrix);
             const T *a = terms.a + at.a + row * terms.a_row;
             const T *b = terms.b + at.b + column * terms.b_column;
@@ -215,10 +229,11 @@ struct MultiplySimple {
     }
 };
 
-/* The parts of split sums, added up from the first to the last. */
+/* The parts of split sums, added up from the first to the last, of which some are on their way at
+ * once. */
 template <class T>
 struct AddParts {
-    static constexpr int MAX_THREADS = THREADS;
+    static constexpr int MAX_THREADS = THREADS, TOGETHER = 16;
 
     T *out;
     const SumOf<T> *parts;
@@ -229,9 +244,19 @@ struct AddParts {
         const int64_t step = (int64_t)thread.blocks * thread.threads;
         for (int64_t item = (int64_t)thread.block * thread.threads + thread.thread; item < items;
              item += step) {
-            SumOf<T> sum = parts[item];
-            for (int64_t split = 1; split < splits; split++)
-                sum = Arithmetic<T>::add(sum, parts[split * items + item]);
+            SumOf<T> sum = {};
+            int64_t split = 0;
+            for (; split + TOGETHER <= splits; split += TOGETHER) {
+                SumOf<T> batch[TOGETHER];
+                UNROLL
+                for (int i = 0; i < TOGETHER; i++) batch[i] = parts[(split + i) * items + item];
+                UNROLL
+                for (int i = 0; i < TOGETHER; i++)
+                    sum = split + i == 0 ? batch[i] : Arithmetic<T>::add(sum, batch[i]);
+            }
+            for (; split < splits; split++)
+                sum = split == 0 ? parts[item]
+                                 : Arithmetic<T>::add(sum, parts[split * items + item]);
             out[item] = Arithmetic<T>::narrow(sum);
         }
     }
@@ -1031,6 +1056,18 @@ static Status multiply_few_rows(const Terms<T> &terms, int64_t matrices, int mul
                              : multiply_across<T, 8>(terms, matrices, multiprocessors, stream);
 }
 
+template <bool SHORT, class T>
+static Status multiply_simply(const Terms<T> &terms, Stream *stream)
+{
+    MultiplySimple<T, SHORT> body = {};
+    body.terms = terms;
+    if (SHORT) {
+        body.rows = divider_of(static_cast<uint32_t>(terms.rows));
+        body.columns = divider_of(static_cast<uint32_t>(terms.columns));
+    }
+    return launch(body, Grid{grid_of_items(terms.items), THREADS}, stream->handle);
+}
+
 /* Where a thread has little to do for each element, there is nothing to share. */
 template <class T>
 static bool is_tiny(const Terms<T> &terms)
@@ -1044,9 +1081,8 @@ static Status multiply(const Product &product, Stream *stream)
     Terms<T> terms = terms_of<T>(product);
     const int64_t matrices = batch_count(product);
     if (blas_wanted() == Blas::SIMPLE || is_tiny(terms)) {
-        MultiplySimple<T> body = {};
-        body.terms = terms;
-        return launch(body, Grid{grid_of_items(terms.items), THREADS}, stream->handle);
+        return terms.items <= UINT32_MAX ? multiply_simply<true>(terms, stream)
+                                         : multiply_simply<false>(terms, stream);
     }
     const int multiprocessors = multiprocessors_of(stream->device);
     if (terms.rows > MOST_FEW_ROWS && terms.columns > MOST_FEW_ROWS)
