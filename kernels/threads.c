@@ -1,9 +1,11 @@
 /* The worker pool of the CPU backend and of large copies to and from the GPU.
  *
  * One loop runs on the pool at a time; a caller that finds it taken works alone, so that any number
- * of Python threads may call at once without waiting for each other. The workers sleep between
- * loops, are never joined (the process may end at any time), and are started anew in a forked
- * child, where only the forking thread lives on. */
+ * of Python threads may call at once without waiting for each other. A loop has as many workers as
+ * there are grains for, which are what is worth waking one for. To wake a thread takes some
+ * microseconds: the caller wakes two, and each of these two more. The workers sleep between loops,
+ * are never joined (the process may end at any time), and are started anew in a forked child, where
+ * only the forking thread lives on. */
 #define _GNU_SOURCE
 #include "gpuops.h"
 
@@ -21,8 +23,8 @@ static struct {
     pthread_cond_t wake, idle;
     int workers; /* threads started */
     int active;  /* threads now inside the loop */
-    bool open;   /* there is a loop to join */
-    uint64_t round;
+    int wanted;  /* that the loop still has a place for */
+    int asleep;  /* of these, whom nobody has woken so far */
     RangeFunction function;
     void *context;
     int64_t count, chunk;
@@ -40,7 +42,7 @@ static void reset_after_fork(void)
     pool.idle = (pthread_cond_t)PTHREAD_COND_INITIALIZER;
     pool.workers = 0;
     pool.active = 0;
-    pool.open = false;
+    pool.wanted = 0;
 }
 
 static void watch_for_fork(void)
@@ -84,23 +86,33 @@ static void take_chunks(RangeFunction function, void *context, int64_t count, in
     }
 }
 
+/* Called with the lock held, and by a worker only where there was a place for it: one that is woken
+ * in vain wakes nobody. */
+static void unlock_and_wake(void)
+{
+    const int some = pool.asleep < 2 ? pool.asleep : 2;
+    pool.asleep -= some;
+    pthread_mutex_unlock(&pool.lock);
+    for (int i = 0; i < some; i++) pthread_cond_signal(&pool.wake);
+}
+
 static void *work(void *unused)
 {
     (void)unused;
-    uint64_t seen = 0;
     pthread_mutex_lock(&pool.lock);
     for (;;) {
-        while (!pool.open || pool.round == seen) pthread_cond_wait(&pool.wake, &pool.lock);
-        seen = pool.round;
+        while (pool.wanted == 0) pthread_cond_wait(&pool.wake, &pool.lock);
+        pool.wanted--;
         pool.active++;
         RangeFunction function = pool.function;
         void *context = pool.context;
         int64_t count = pool.count, chunk = pool.chunk;
-        pthread_mutex_unlock(&pool.lock);
+        unlock_and_wake();
 
         take_chunks(function, context, count, chunk);
 
         pthread_mutex_lock(&pool.lock);
+        pool.wanted = pool.asleep = 0; /* nothing is left to take */
         if (--pool.active == 0) pthread_cond_signal(&pool.idle);
     }
     return NULL;
@@ -128,7 +140,9 @@ static void start_workers(int wanted)
     pthread_sigmask(SIG_SETMASK, &before, NULL);
 }
 
-bool parallel_begin(int64_t count, int64_t grain, RangeFunction function, void *context)
+/* For as many workers as there are chunks, but for those that the caller takes. */
+static bool open_loop(int64_t count, int64_t grain, RangeFunction function, void *context,
+                      int64_t callers)
 {
     int threads;
     if (cpu_threads(&threads) != STATUS_OK || threads == 1 ||
@@ -138,26 +152,31 @@ bool parallel_begin(int64_t count, int64_t grain, RangeFunction function, void *
     /* Eight chunks a thread even out what the scheduler and the page faults make uneven. */
     int64_t chunk = count / (8 * (int64_t)threads);
     if (chunk < grain) chunk = grain;
+    int64_t wanted = count / chunk - callers;
+    if (wanted > threads - 1) wanted = threads - 1;
 
     pthread_mutex_lock(&pool.lock);
-    if (pool.workers < threads - 1) start_workers(threads - 1);
+    if (pool.workers < wanted) start_workers((int)wanted);
     pool.function = function;
     pool.context = context;
     pool.count = count;
     pool.chunk = chunk;
     __atomic_store_n(&pool.next, 0, __ATOMIC_RELAXED);
-    pool.round++;
-    pool.open = true;
-    pthread_cond_broadcast(&pool.wake);
-    pthread_mutex_unlock(&pool.lock);
+    pool.wanted = pool.asleep = (int)wanted;
+    unlock_and_wake();
     return true;
+}
+
+bool parallel_begin(int64_t count, int64_t grain, RangeFunction function, void *context)
+{
+    return open_loop(count, grain, function, context, 0);
 }
 
 /* A worker that wakes only now finds the loop closed and goes back to sleep. */
 void parallel_end(void)
 {
     pthread_mutex_lock(&pool.lock);
-    pool.open = false;
+    pool.wanted = pool.asleep = 0;
     while (pool.active > 0) pthread_cond_wait(&pool.idle, &pool.lock);
     pthread_mutex_unlock(&pool.lock);
     pthread_mutex_unlock(&pool.taken);
@@ -165,7 +184,7 @@ void parallel_end(void)
 
 void parallel_for(int64_t count, int64_t grain, RangeFunction function, void *context)
 {
-    if (count <= grain || !parallel_begin(count, grain, function, context)) {
+    if (count / 2 < grain || !open_loop(count, grain, function, context, 1)) {
         if (count > 0) function(context, 0, count);
         return;
     }

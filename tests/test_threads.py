@@ -274,6 +274,57 @@ for _ in range(30):
     assert run_child(cpu_device.gpuops, source, GPUOPS_NUM_THREADS="4") == ""
 
 
+WOKEN = """
+import os, time, gpuops, numpy as np
+tasks = lambda: set(os.listdir("/proc/self/task"))
+at_first = tasks()
+def sleeps():
+    counts = []
+    for task in tasks() - at_first:
+        lines = open(f"/proc/self/task/{task}/status").read().splitlines()
+        counts += [int(line.split()[1]) for line in lines if line.startswith("voluntary")]
+    return np.array(counts)
+def add(count, times=1):
+    x = np.zeros(count, np.float32)
+    for _ in range(times):
+        gpuops.add(x, 1, out=x, device="cpu")
+    assert (x == times).all()
+"""
+
+
+def test_few_threads_are_woken_for_little_work(cpu_device):
+    """As many as have a share of it that is worth it, also when there are more from before."""
+    source = """
+started = []
+for count in (1 << 17, 1 << 18, 3 << 17, 1 << 24):
+    add(count)
+    started.append(len(sleeps()))
+print(*started)
+before = sleeps().sum()
+add(1 << 18, times=200)
+# Each time a worker goes to sleep, and before that it may wait for the lock, twice.
+assert sleeps().sum() - before <= 200 * 3 + 100
+"""
+    output = run_child(cpu_device.gpuops, WOKEN + source, GPUOPS_NUM_THREADS="16")
+    assert output.split() == ["0", "1", "2", "15"]
+
+
+def test_many_threads_are_woken_for_much_work(cpu_device):
+    """By one another: the caller wakes two. On a busy machine it may be done before all are up."""
+    source = """
+add(1 << 24)
+deadline = time.monotonic() + 60
+most = 0
+while most < 8 and time.monotonic() < deadline:
+    time.sleep(0.01)
+    before = sleeps()
+    add(1 << 24)
+    most = max(most, (sleeps() > before).sum())
+assert most >= 8, most
+"""
+    assert run_child(cpu_device.gpuops, WOKEN + source, GPUOPS_NUM_THREADS="16") == ""
+
+
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_number_of_threads_can_be_set(cpu_device, count):
     output = run_child(
