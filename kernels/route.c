@@ -395,7 +395,7 @@ bool call_is_brief(const Call *call)
 bool route_is_clear(const Call *call)
 {
     Weight weight;
-    if (__atomic_load_n(&is_without_gpu, __ATOMIC_RELAXED)) return true;
+    if (call_is_brief(call) || __atomic_load_n(&is_without_gpu, __ATOMIC_RELAXED)) return true;
     weigh(call, &weight);
     if (call->work == WORK_ROWS && call->operations <= CLEAR_ROWS && weight.touched <= CLEAR_BYTES)
         return true;
