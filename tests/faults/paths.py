@@ -89,6 +89,12 @@ def plain(gpu, arrays):
     return arrays
 
 
+def without_slab(gpu, arrays):
+    """As larger arrays are: through memory of the device."""
+    gpu.fake.set_slab_bytes(0)
+    return arrays
+
+
 def strided(gpu, arrays):
     return [np.repeat(a, 2, -1)[..., ::2] if a.ndim else a for a in arrays]
 
@@ -212,6 +218,7 @@ def add_operator(operator):
     add_case("the first call", plain, is_first=True, device="cuda")
     add_case("host arrays", plain, device="cuda")
     add_case("host arrays on a stream", plain, device="cuda", stream=True)
+    add_case("host arrays without a slab", without_slab, device="cuda")
     add_case("strided host arrays", strided, device="cuda")
     add_case("buffers", buffers, device="cuda")
     add_case("converted host arrays", converted, device="cuda")
