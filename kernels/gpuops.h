@@ -447,7 +447,7 @@ enum {
 enum {
     SMALL_ITEMS = 16 << 10,
     LARGE_ITEMS = 4 << 20,
-    FAR_ITEMS = 16 << 20,
+    FAR_ITEMS = 12 << 20,
     FAR_TABLE_ITEMS = 3 * FAR_ITEMS,
     SMALL_SUMS = 1 << 18,
     LARGE_SUMS = 1 << 24,

@@ -8,6 +8,7 @@
  * to open. There the number of multiprocessors and their clock tell.
  */
 #include "common.cuh"
+#include "pipeline.cuh"
 
 #include <math.h>
 #include <stdlib.h>
@@ -29,6 +30,7 @@ constexpr Size ON_GPU = {GPU_ITEMS, GPU_ITEMS, GPU_ITEMS / 2, 1024};
 constexpr Size TINY = {16, 16, 8, 16};
 constexpr int64_t TINY_COPY_BYTES = 4 << 10, SHORT_COPY_BYTES = 256 << 10,
                   LONG_COPY_BYTES = 16 << 20;
+constexpr int64_t LARGE_BYTES = LARGE_ITEMS * (int64_t)sizeof(float);
 constexpr int AREAS = GPUOPS_MAX_INPUTS + 2; /* operands, the result, and indices or weights */
 
 constexpr int MOST_REPEATS = 3;
@@ -360,7 +362,9 @@ static Status measure_both_ways(const Areas &host, int device, Stream *stream, d
         time_whole(OPERATOR_ROWS[OPERATOR_sigmoid], host, device, stream, FAR, &seconds);
     seconds -= rates[OPERATOR_sigmoid * RATES_OF_OPERATOR + RATE_START];
     const double share = (seconds - fmax(up, down)) / fmin(up, down);
-    rates[RATE_BOTH_WAYS] = fmin(fmax(share, LEAST_SHARE), MOST_SHARE);
+    /* The first part goes up alone, and the last one down. */
+    const double alone = fmin((double)part_bytes() / bytes, 0.5);
+    rates[RATE_BOTH_WAYS] = fmin(fmax((share - alone) / (1 - alone), LEAST_SHARE), MOST_SHARE);
     return status;
 }
 
@@ -455,14 +459,16 @@ static char *map_areas(int64_t bytes)
 Status machine_measure(int device, double rates[RATES])
 {
     const int64_t items = device == DEVICE_CPU ? LARGE_ITEMS : FAR_ITEMS;
-    const int64_t bytes = AREAS * items * (int64_t)sizeof(float);
+    const int64_t far_bytes = items * (int64_t)sizeof(float);
+    /* Of the last area only what indices take is used. */
+    const int64_t bytes = (AREAS - 1) * far_bytes + LARGE_BYTES;
     char *data = map_areas(bytes);
     if (data == NULL)
         return fail(STATUS_MEMORY_ERROR, "out of host memory: %lld bytes to measure this machine",
                     (long long)bytes);
     for (int i = 0; i < RATES; i++) rates[i] = 0;
-    const Areas host = {data, LARGE_ITEMS * (int64_t)sizeof(float), DEVICE_CPU, NULL};
-    const Areas far = {data, items * (int64_t)sizeof(float), DEVICE_CPU, NULL};
+    const Areas host = {data, LARGE_BYTES, DEVICE_CPU, NULL};
+    const Areas far = {data, far_bytes, DEVICE_CPU, NULL};
     Status status = measure_on_cpu(host, SMALL, RATE_CPU_SMALL, rates);
     if (status == STATUS_OK) status = measure_on_cpu(host, LARGE, RATE_CPU_LARGE, rates);
     if (status == STATUS_OK && device != DEVICE_CPU) status = measure_far(far, rates);
