@@ -138,6 +138,7 @@ static void box_copy_range(void *context, int64_t begin, int64_t end)
 template <bool PACK>
 static void box_copy_parallel(const Box &box, int64_t begin, int64_t end, char *packed)
 {
+    if (begin >= end || box.item_bytes == 0) return; /* merged, no items are one of no bytes */
     BoxCopy copy = {&box, begin, packed};
     int64_t grain = (256 << 10) / box.item_bytes + 1;
     parallel_for(end - begin, grain, box_copy_range<PACK>, &copy);

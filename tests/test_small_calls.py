@@ -207,6 +207,7 @@ def test_nothing(gpuops, shape):
     same(gpuops.add(x, 1.0), x + 1.0)
     same(gpuops.gather(x, np.zeros((0, 2), int)), x[np.zeros((0, 2), int)])
     same(gpuops.matmul(np.zeros((2, 0)), np.zeros((0, 3))), np.zeros((2, 3)))
+    same(gpuops.gather(np.zeros(0), [0, 1], mode="fill"), np.zeros(2))
     empty = np.zeros((3, 0))
     same(gpuops.gather(empty, [2, 0]), empty[[2, 0]])
     with pytest.raises(IndexError, match="index 3 is out of bounds for axis 0 with size 3"):
