@@ -19,6 +19,7 @@ near every path that stands alone on the command line.
 import contextlib
 import functools
 import gc
+import os
 import signal
 import subprocess
 import sys
@@ -45,6 +46,9 @@ def pytest_configure(config):
     # compiled module, unless they were built in place.
     if not list(ROOT.glob("gpuops/_core*.so")):
         sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != ROOT]
+    config.addinivalue_line(
+        "markers", "not_under_tsan(reason): skipped under TSan, for what it does itself"
+    )
     package = config.getoption("--package")
     if package:
         sys.path.insert(0, str(Path(package).resolve()))
@@ -75,6 +79,12 @@ def pytest_sessionstart(session):
         problem = fake_problem(session.config)
         if problem:
             pytest.exit(f"--require-fake: {problem}", returncode=1)
+
+
+def pytest_runtest_setup(item):
+    marker = item.get_closest_marker("not_under_tsan")
+    if marker and "libtsan" in os.environ.get("LD_PRELOAD", ""):
+        pytest.skip(f"TSan: {marker.args[0]}")
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -128,7 +128,16 @@ def test_a_racing_writer_never_leads_out_of_bounds(gpuops, device):
     assert min(outcomes.values()) > 0, outcomes
 
 
-@pytest.mark.parametrize("targets", ["own", "shared"])
+@pytest.mark.parametrize(
+    "targets",
+    [
+        "own",
+        pytest.param(
+            "shared",
+            marks=pytest.mark.not_under_tsan("calls that write to the same array race, as asked"),
+        ),
+    ],
+)
 def test_eight_threads_race_with_a_writer(gpuops, device, targets, short_switch_interval):
     """Calls take each index as it is at some moment, or refuse one; none leads out of bounds.
 
@@ -137,8 +146,6 @@ def test_eight_threads_race_with_a_writer(gpuops, device, targets, short_switch_
     The CPU backend looks at all indices before it writes anything. One that goes bad after that is
     left out.
     """
-    if targets == "shared" and "libtsan" in os.environ.get("LD_PRELOAD", ""):
-        pytest.skip("calls that write to the same array race, as they are asked to")
     size, count = 1000, 5000
     # Every operand lies between two fences, and nothing in them is like a fence.
     memory = np.full((1 + 2 * THREADS, 3 * size), -7)
@@ -292,6 +299,7 @@ def add(count, times=1):
 """
 
 
+@pytest.mark.not_under_tsan("has a thread of its own, which is counted")
 def test_few_threads_are_woken_for_little_work(cpu_device):
     """As many as have a share of it that is worth it, also when there are more from before."""
     source = """
@@ -325,6 +333,7 @@ assert most >= 8, most
     assert run_child(cpu_device.gpuops, WOKEN + source, GPUOPS_NUM_THREADS="16") == ""
 
 
+@pytest.mark.not_under_tsan("has a thread of its own, which is counted")
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_number_of_threads_can_be_set(cpu_device, count):
     output = run_child(
@@ -334,6 +343,7 @@ def test_number_of_threads_can_be_set(cpu_device, count):
     assert output.split() == [str(count), str(count - 1)]
 
 
+@pytest.mark.not_under_tsan("has a thread of its own, which is counted")
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="no CPU affinity here")
 def test_cpu_affinity_is_respected(cpu_device):
     allowed = sorted(os.sched_getaffinity(0))

@@ -479,6 +479,7 @@ assert (out == 7).all()
     assert said[0].startswith(f"GPUOPS_PINNED_LIMIT is '{value}': expected a number of bytes")
 
 
+@pytest.mark.not_under_tsan("dies where a forked child starts threads")
 def test_fork_leaves_the_rings_behind(fake_device):
     source = """
 import os, signal, warnings
