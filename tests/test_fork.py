@@ -416,12 +416,14 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.not_under_tsan("dies where a forked child starts threads")
 def test_cpu_after_fork(gpuops):
     # Without its own threads NumPy leaves ours to be counted.
     environment = {"GPUOPS_NUM_THREADS": "3", "OPENBLAS_NUM_THREADS": "1"}
     assert run_child(gpuops, FORK_SEVERAL_TIMES, **environment) == "done\n"
 
 
+@pytest.mark.not_under_tsan("dies where a forked child starts threads")
 def test_fork_while_the_pool_works(gpuops):
     assert run_child(gpuops, FORK_WHILE_THE_POOL_WORKS, GPUOPS_NUM_THREADS="3") == "done\n"
 
@@ -451,13 +453,23 @@ def test_objects_of_a_device(gpu, name):
     assert output.splitlines()[-1] == "done"
 
 
+@pytest.mark.not_under_tsan("dies where a forked child starts threads")
 def test_cuda_after_fork(gpuops, device):
     if device.name == "cpu":
         pytest.skip("needs CUDA")
     assert run_child(gpuops, CUDA_AFTER_FORK, GPUOPS_NUM_THREADS="2") == "done\n"
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize(
+    "method",
+    [
+        pytest.param(
+            "fork", marks=pytest.mark.not_under_tsan("dies where a forked child starts threads")
+        ),
+        "spawn",
+        "forkserver",
+    ],
+)
 def test_multiprocessing(gpuops, device, method, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(MULTIPROCESSING)

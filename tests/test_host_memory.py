@@ -269,6 +269,7 @@ except MemoryError:
     assert in_child(device, source) == "3 3\nno memory\n"
 
 
+@pytest.mark.not_under_tsan("dies where a forked child starts threads")
 def test_fork(device):
     """Parent and child each have their own copies of the arrays, and of what is kept."""
     source = """
@@ -298,6 +299,7 @@ print("done")
     assert in_child(device, source) == "done\n"
 
 
+@pytest.mark.not_under_tsan("dies where a forked child starts threads")
 def test_fork_while_others_use_the_pool(device):
     source = """
 import signal, threading, warnings
