@@ -187,7 +187,9 @@ Status correlate_in_parts(Call *call, const Filter &filter, const double *weight
     parts.find_box = find_box;
     parts.run = run;
     parts.shrink = shrink;
-    const int64_t rows = part_bytes() / (filter.width * wider_item(call));
+    const int64_t item_bytes = wider_item(call);
+    const int64_t rows =
+        part_bytes(view_items(&call->out) * item_bytes) / (filter.width * item_bytes);
     const int64_t least = LEAST_ROWS_PER_HALO * (filter.rows - 1);
     parts.most_rows = rows > least ? rows : least;
     if (parts.most_rows < 1) parts.most_rows = 1;

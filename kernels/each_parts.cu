@@ -72,8 +72,8 @@ static Status run(Parts *parts, int64_t number)
 
 Status run_each_in_parts(Call *call, bool *done)
 {
-    const int64_t item_bytes = call->out.item_bytes;
-    *done = is_worth_parts(view_items(&call->out) * item_bytes) && has_separate_parts(call);
+    const int64_t item_bytes = call->out.item_bytes, bytes = view_items(&call->out) * item_bytes;
+    *done = is_worth_parts(bytes) && has_separate_parts(call);
     if (!*done) return STATUS_OK;
     EachParts each;
     parts_open(&each, call);
@@ -81,7 +81,7 @@ Status run_each_in_parts(Call *call, bool *done)
     each.find_box = find_box;
     each.run = run;
     each_loops(call, &each.loops);
-    each.cut = cut_loops(each.loops.counts, each.loops.ndim, part_bytes() / item_bytes);
+    each.cut = cut_loops(each.loops.counts, each.loops.ndim, part_bytes(bytes) / item_bytes);
     each.count = each.cut.stretches * each.cut.positions;
     for (int k = 0; k <= call->input_count; k++) {
         View *view = part_view(&each, k);

@@ -129,8 +129,8 @@ Status gather_between_device_arrays(const Call *call, const Gather &gather, int6
 
 /* The tiles. */
 
-/* A stretch of device memory, or a slab, from which a tile takes what it needs, and how far the call
- * is. All fits in a slab. */
+/* A stretch of device memory, or a slab, from which a tile takes what it needs, and how far the
+ * call is. All fits in a slab. */
 struct Arena {
     const Call *call;
     int64_t done_bytes, out_bytes; /* of the result */

@@ -255,8 +255,8 @@ struct AddParts {
                     sum = split + i == 0 ? batch[i] : Arithmetic<T>::add(sum, batch[i]);
             }
             for (; split < splits; split++)
-                sum = split == 0 ? parts[item]
-                                 : Arithmetic<T>::add(sum, parts[split * items + item]);
+                sum =
+                    split == 0 ? parts[item] : Arithmetic<T>::add(sum, parts[split * items + item]);
             out[item] = Arithmetic<T>::narrow(sum);
         }
     }

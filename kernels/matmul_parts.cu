@@ -225,11 +225,12 @@ static void describe(ProductParts *parts)
 
 static void choose_panels(ProductParts *parts)
 {
-    const int64_t items = part_bytes() / parts->call->out.item_bytes;
     const int64_t rows = parts->rows.extent, columns = parts->columns.extent;
     const int64_t of_a = rows * parts->depth, of_b = parts->depth * columns;
     int64_t largest = of_a > of_b ? of_a : of_b;
     if (rows * columns > largest) largest = rows * columns;
+    const int64_t item_bytes = parts->call->out.item_bytes;
+    const int64_t items = part_bytes(largest * item_bytes) / item_bytes;
     parts->most_matrices = items / largest;
     parts->rows.most = rows;
     parts->columns.most = columns;

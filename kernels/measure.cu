@@ -27,7 +27,9 @@ constexpr Size SMALL = {SMALL_ITEMS, SMALL_ITEMS, SMALL_ITEMS / 2, 102}; /* SMAL
 constexpr Size LARGE = {LARGE_ITEMS, LARGE_ITEMS, LARGE_ITEMS / 2, 819}; /* LARGE_SUMS */
 constexpr Size FAR = {FAR_ITEMS, FAR_TABLE_ITEMS, 512 << 10, 0};
 constexpr Size ON_GPU = {GPU_ITEMS, GPU_ITEMS, GPU_ITEMS / 2, 1024};
-constexpr Size TINY = {16, 16, 8, 16};
+/* More than a slab has room for: calls that go through one begin sooner, but seldom pay on a GPU.
+ */
+constexpr Size BRIEF = {24 << 10, 24 << 10, 12 << 10, 152};
 constexpr int64_t TINY_COPY_BYTES = 4 << 10, SHORT_COPY_BYTES = 256 << 10,
                   LONG_COPY_BYTES = 16 << 20;
 constexpr int64_t LARGE_BYTES = LARGE_ITEMS * (int64_t)sizeof(float);
@@ -341,13 +343,32 @@ static Status time_whole(const Operator &op, const Areas &host, int device, Stre
     return fastest(run, seconds);
 }
 
+/* What the model has for the copies of a call. */
+static Status count_copies(const Operator &op, const Areas &host, const Size &size,
+                           const double *rates, double *seconds)
+{
+    Call call;
+    bool is_known;
+    const Status status = prepare(&op, host, size, &call, &is_known);
+    if (status != STATUS_OK) return status;
+    const auto bytes = [](const View &view) {
+        return (double)(view_items(&view) * view.item_bytes);
+    };
+    double up = call.in_place ? bytes(call.out) : 0;
+    for (int k = 0; k < call.input_count; k++) up += bytes(call.inputs[k]);
+    *seconds = up * rates[RATE_UP_SMALL] + bytes(call.out) * rates[RATE_DOWN_SMALL];
+    return STATUS_OK;
+}
+
 static Status measure_starts(const Areas &host, int device, Stream *stream, double *rates)
 {
     for (const Operator &op : OPERATOR_ROWS) {
-        fill_last_area(&op, area_of(host, AREAS - 1), TINY);
-        Status status = time_whole(op, host, device, stream, TINY,
-                                   &rates[op.number * RATES_OF_OPERATOR + RATE_START]);
+        double whole = 0, copies = 0;
+        fill_last_area(&op, area_of(host, AREAS - 1), BRIEF);
+        Status status = time_whole(op, host, device, stream, BRIEF, &whole);
+        if (status == STATUS_OK) status = count_copies(op, host, BRIEF, rates, &copies);
         if (status != STATUS_OK) return status;
+        rates[op.number * RATES_OF_OPERATOR + RATE_START] = fmax(whole - copies, whole / 2);
     }
     return STATUS_OK;
 }
@@ -363,7 +384,7 @@ static Status measure_both_ways(const Areas &host, int device, Stream *stream, d
     seconds -= rates[OPERATOR_sigmoid * RATES_OF_OPERATOR + RATE_START];
     const double share = (seconds - fmax(up, down)) / fmin(up, down);
     /* The first part goes up alone, and the last one down. */
-    const double alone = fmin((double)part_bytes() / bytes, 0.5);
+    const double alone = fmin((double)part_bytes((int64_t)bytes) / bytes, 0.5);
     rates[RATE_BOTH_WAYS] = fmin(fmax((share - alone) / (1 - alone), LEAST_SHARE), MOST_SHARE);
     return status;
 }

@@ -56,9 +56,12 @@ int64_t cut_first(const Cut &cut, const int64_t *counts, const int64_t *strides,
 
 #ifdef __CUDACC__
 
-constexpr int64_t PART_BYTES = 8 << 20; /* of the largest operand, at most */
-constexpr int BUFFERS = 2;              /* of each operand */
-constexpr int64_t ALIGNMENT = 512;      /* of buffers */
+/* Of the largest operand. Where it is large, so are its parts: 512 MiB and as much back take 27 ms
+ * in parts of 8 MiB on an H200, and 12 in parts of 32. */
+constexpr int64_t PART_BYTES = 8 << 20, MOST_PART_BYTES = 32 << 20;
+constexpr int64_t PARTS = 16;      /* before they grow */
+constexpr int BUFFERS = 2;         /* of each operand */
+constexpr int64_t ALIGNMENT = 512; /* of buffers */
 /* How often the caller is asked whether to go on, for which Python's lock has to be waited for. */
 constexpr int64_t LOOK_MICROSECONDS = 100000;
 
@@ -67,18 +70,20 @@ constexpr int64_t LOOK_MICROSECONDS = 100000;
 extern "C" int64_t fake_cuda_part_bytes(int64_t bytes);
 #endif
 
-int64_t part_bytes(void)
+int64_t part_bytes(int64_t bytes)
 {
+    int64_t part = bytes / PARTS;
+    if (part < PART_BYTES) part = PART_BYTES;
+    if (part > MOST_PART_BYTES) part = MOST_PART_BYTES;
 #ifdef GPUOPS_FAKE_CUDA
-    return fake_cuda_part_bytes(PART_BYTES);
-#else
-    return PART_BYTES;
+    part = fake_cuda_part_bytes(part);
 #endif
+    return part;
 }
 
 bool is_worth_parts(int64_t bytes)
 {
-    return bytes > BUFFERS * part_bytes();
+    return bytes > BUFFERS * part_bytes(bytes);
 }
 
 static struct {
