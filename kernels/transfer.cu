@@ -217,9 +217,9 @@ static Status copy_stretch(char *host, char *device, int64_t bytes, void *stream
  * The copies of one caller advance together: whoever waits for one of them goes on with all others
  * meanwhile, so that what comes down does not wait for what goes up.
  *
- * The buffers are small, and what goes up is written to them by way of the cache, from which the
- * copy engine reads it: so the memory has no more to do than to be read. What comes down goes
- * around the cache, which is to keep the buffers.
+ * What goes up is written to the buffers by way of the cache, as far as that holds them, and the
+ * copy engine reads it from there: the memory has no more to do than to be read. What comes down
+ * goes around the cache, which is to keep the buffers.
  *
  * A ring is lent to one copy at a time. The last chunks of a copy up may still be on their way when
  * the ring is given back; whoever has it next waits for its events, buffer by buffer. */
