@@ -58,7 +58,8 @@ int64_t cut_first(const Cut &cut, const int64_t *counts, const int64_t *strides,
 
 /* Of the largest operand. Where it is large, so are its parts: 512 MiB and as much back take 27 ms
  * in parts of 8 MiB on an H200, and 12 in parts of 32. */
-constexpr int64_t PART_BYTES = 8 << 20, MOST_PART_BYTES = 32 << 20;
+constexpr int64_t PART_BYTES = 8 << 20;
+constexpr int64_t MOST_PART_BYTES = 32 << 20;
 constexpr int64_t PARTS = 16;      /* before they grow */
 constexpr int BUFFERS = 2;         /* of each operand */
 constexpr int64_t ALIGNMENT = 512; /* of buffers */

@@ -288,7 +288,7 @@ def test_an_allocation_is_tried_again_once(gpuops, fake):
 
 def test_out_of_memory_has_numbers(gpuops, fake):
     gpuops.empty_cache()
-    x = np.zeros(1000)
+    x = np.zeros(10000)  # more than a slab has room for
     with fake.fail(1, OUT_OF_MEMORY, "from then on", "cudaMallocFromPoolAsync"):
         with pytest.raises(MemoryError) as caught:
             gpuops.sigmoid(x)
@@ -296,7 +296,7 @@ def test_out_of_memory_has_numbers(gpuops, fake):
     assert log.count("cudaMallocFromPoolAsync") == 2
     available = gpuops.memory_info().free
     assert re.fullmatch(
-        r"sigmoid\(x: float64 \(1000,\)\): out of memory on cuda:0: 8000 bytes were asked for, "
+        r"sigmoid\(x: float64 \(10000,\)\): out of memory on cuda:0: 80000 bytes were asked for, "
         rf"{available} are free on the device, and arrays use \d+",
         str(caught.value),
     )

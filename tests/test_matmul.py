@@ -590,6 +590,17 @@ for first, second, dtype in [
     assert printed.split() == ["0", "1", "1", "1"]
 
 
+def test_blas_leaves_few_sums_of_many_terms_to_us(with_blas):
+    printed = with_blas("""
+for rows, depth, dtype in (2, 1 << 18, "f4"), (2, (1 << 18) - 1, "f4"), (2, 1 << 18, "f8"):
+    a, b = np.ones((rows, depth), dtype), np.ones((depth, 3), dtype)
+    before = blas.fake_blas_products()
+    assert (gpuops.matmul(a, b, device="cuda") == depth).all()
+    print(blas.fake_blas_products() - before)
+""")
+    assert printed.split() == ["0", "1", "1"]
+
+
 def test_blas_rounds_to_tf32_when_asked_only(with_blas):
     """The fake library takes TF32, and 16-bit sums, wherever the caller has not ruled them out."""
     printed = with_blas(
