@@ -252,7 +252,8 @@ def exists_once(thing):
 
 
 def is_small(thing):
-    return type(thing) is int and -5 <= thing <= 256
+    """Of those numbers and texts there is one of each, also in the modules that a call imports."""
+    return (type(thing) is int and -5 <= thing <= 256) or (type(thing) is str and len(thing) < 2)
 
 
 @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_ubyte), ctypes.c_size_t)
