@@ -156,7 +156,8 @@ static bool open_loop(int64_t count, int64_t grain, RangeFunction function, void
     if (wanted > threads - 1) wanted = threads - 1;
 
     pthread_mutex_lock(&pool.lock);
-    if (pool.workers < wanted) start_workers((int)wanted);
+    /* All of them, so that threads seldom begin while another one forks. */
+    if (pool.workers < threads - 1) start_workers(threads - 1);
     pool.function = function;
     pool.context = context;
     pool.count = count;
