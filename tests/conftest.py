@@ -29,6 +29,7 @@ from typing import NamedTuple
 import pytest
 from faults import build
 from faults.fake import Fake, load_package
+from helpers import SCHEDULERS
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -177,6 +178,19 @@ def gpu(request):
     device = request.getfixturevalue(f"{request.param}_device")
     with leaving_nothing(device), device.gpuops.device(device.default):
         yield device
+
+
+@pytest.fixture
+def fake(fake_device):
+    """For tests of what only the fake tells; a file's own fixture of that name prepares it more."""
+    with leaving_nothing(fake_device), fake_device.gpuops.device("cuda:0"):
+        yield fake_device
+
+
+@pytest.fixture(params=SCHEDULERS, ids=lambda given: given[0])
+def in_any_order(fake, request):
+    fake.fake.set_scheduler(*request.param)
+    return fake
 
 
 @contextlib.contextmanager

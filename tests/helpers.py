@@ -11,8 +11,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from operators import ROOT
 
 INDEX_DTYPES = ["i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8"]
+
+SCHEDULERS = [("now", 1), ("lazy", 1), ("shuffled", 0)]  # of the fake, with their seeds
 
 # One dtype of every kind and of every width that a kernel may treat in its own way.
 DTYPES = [
@@ -40,6 +43,13 @@ def filled_array(shape, dtype, seed=0):
         return letters.astype(np.uint32).view(dtype).reshape(shape)
     raw = generator.integers(0, 256, size=count * dtype.itemsize, dtype=np.uint8)
     return np.ndarray(shape, dtype, buffer=raw.tobytes()).copy()
+
+
+def constant(source, name):
+    """The number that a file in kernels/ has for it, so that tests follow when it is tuned."""
+    text = (ROOT / "kernels" / source).read_text()
+    (value,) = re.findall(rf"^constexpr \w+ {name} = ([0-9 <*]+);", text, re.MULTILINE)
+    return eval(value)
 
 
 def numbers(size, seed=0):
@@ -156,6 +166,13 @@ def run_child(gpuops, source, *, timeout=60, **environment):
     errors = re.sub(r"==\d+==WARNING: AddressSanitizer failed to allocate .*\n", "", child.stderr)
     assert errors == "", errors
     return child.stdout
+
+
+def launches(fake, call):
+    """How many kernels a call launches, and what it returns."""
+    before = fake.fake.calls("cudaLaunchKernel")
+    result = call()
+    return fake.fake.calls("cudaLaunchKernel") - before, result
 
 
 def run_threads(functions, *, timeout=120):

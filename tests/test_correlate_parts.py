@@ -4,27 +4,18 @@ import functools
 
 import numpy as np
 import pytest
-from conftest import leaving_nothing
-from helpers import filled_array, run_threads, same
+from helpers import filled_array, launches, run_threads, same
 from test_pipeline import constant
 
 PART_BYTES = 4 << 10
 LARGEST_WHOLE = 2 * PART_BYTES
 BORDERS = ["reflect", "mirror", "nearest", "constant", "wrap"]
-SCHEDULERS = [("now", 1), ("lazy", 1), ("shuffled", 0)]
 DEVICE_ERROR, OUT_OF_MEMORY = 999, 2
 
 
 @pytest.fixture
-def fake(fake_device):
-    with leaving_nothing(fake_device), fake_device.gpuops.device("cuda:0"):
-        fake_device.fake.set_part_bytes(PART_BYTES)
-        yield fake_device
-
-
-@pytest.fixture(params=SCHEDULERS, ids=lambda given: f"{given[0]}-{given[1]}")
-def in_any_order(fake, request):
-    fake.fake.set_scheduler(*request.param)
+def fake(fake):
+    fake.fake.set_part_bytes(PART_BYTES)
     return fake
 
 
@@ -33,12 +24,6 @@ def numbers(shape, dtype, seed=0):
     if np.dtype(dtype).kind == "f":
         return generator.standard_normal(shape).astype(dtype)
     return generator.integers(0, 100, shape).astype(dtype)
-
-
-def launches(fake, call):
-    before = fake.fake.calls("cudaLaunchKernel")
-    result = call()
-    return fake.fake.calls("cudaLaunchKernel") - before, result
 
 
 def check(fake, image, weights, *, parts=None, name="correlate", **options):

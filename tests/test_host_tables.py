@@ -10,13 +10,11 @@ import functools
 import numpy as np
 import pytest
 import reference
-from conftest import leaving_nothing
 from helpers import DTYPES, INDEX_DTYPES, filled_array, run_child, run_threads, same
 
 MEBI = 1 << 20
 TABLE_BYTES = 3 * MEBI  # a table that is small goes up as a whole
 MODES = ["raise", "wrap", "clip", "fill"]
-SCHEDULERS = [("now", 1), ("lazy", 1), *(("shuffled", seed) for seed in range(2))]
 OUT_OF_MEMORY, UNKNOWN = 2, 999
 
 # Around the lines that go over the bus, the words that are loaded, and where rows are cut or
@@ -32,16 +30,9 @@ def gpuops(gpu):
 
 
 @pytest.fixture
-def fake(fake_device):
-    with leaving_nothing(fake_device), fake_device.gpuops.device("cuda:0"):
-        fake_device.gpuops.empty_cache()
-        yield fake_device
-
-
-@pytest.fixture(params=SCHEDULERS, ids=lambda given: f"{given[0]}-{given[1]}")
-def in_any_order(fake, request):
-    fake.fake.set_scheduler(*request.param)
-    return fake.gpuops
+def fake(fake):
+    fake.gpuops.empty_cache()
+    return fake
 
 
 def numbers(nbytes):
@@ -566,7 +557,7 @@ def test_a_captured_stream_takes_no_table_of_the_host(fake):
 @pytest.mark.parametrize("rows", [20, 3000])
 def test_the_table_may_change_after_the_call(in_any_order, pinned, rows):
     """And what was queued on the stream before comes before."""
-    gpuops = in_any_order
+    gpuops = in_any_order.gpuops
     stream, other = gpuops.Stream(), gpuops.Stream()
     x = table_of(1000)[:3000]
     indices = positions(rows, len(x))
@@ -582,7 +573,7 @@ def test_the_table_may_change_after_the_call(in_any_order, pinned, rows):
 
 
 def test_indices_may_change_after_the_call(in_any_order):
-    gpuops = in_any_order
+    gpuops = in_any_order.gpuops
     x = table_of(1000)[:3000]
     for pinned in (False, True):
         for rows in (20, 3000):

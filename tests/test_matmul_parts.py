@@ -4,26 +4,17 @@ import functools
 
 import numpy as np
 import pytest
-from conftest import leaving_nothing
 from helpers import filled_array, run_threads, same
 from test_pipeline import constant
 
 PART_BYTES = 16 << 10
 LEAST_PANEL = constant("LEAST_PANEL", "matmul_parts")
-SCHEDULERS = [("now", 1), ("lazy", 1), ("shuffled", 0)]
 DEVICE_ERROR = 999
 
 
 @pytest.fixture
-def fake(fake_device):
-    with leaving_nothing(fake_device), fake_device.gpuops.device("cuda:0"):
-        fake_device.fake.set_part_bytes(PART_BYTES)
-        yield fake_device
-
-
-@pytest.fixture(params=SCHEDULERS, ids=lambda given: f"{given[0]}-{given[1]}")
-def in_any_order(fake, request):
-    fake.fake.set_scheduler(*request.param)
+def fake(fake):
+    fake.fake.set_part_bytes(PART_BYTES)
     return fake
 
 

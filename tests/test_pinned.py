@@ -15,7 +15,6 @@ import weakref
 
 import numpy as np
 import pytest
-from conftest import leaving_nothing
 from faults.fake import PointerAttributes
 from helpers import DTYPES, filled_array, read_only, run_child, run_threads, same
 from numpy._core.multiarray import get_handler_name
@@ -31,10 +30,9 @@ def gpuops(gpu):
 
 
 @pytest.fixture
-def fake(fake_device):
-    with leaving_nothing(fake_device), fake_device.gpuops.device("cuda:0"):
-        fake_device.gpuops.empty_cache()
-        yield fake_device
+def fake(fake):
+    fake.gpuops.empty_cache()
+    return fake
 
 
 def locked_bytes(fake):

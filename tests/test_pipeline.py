@@ -4,31 +4,30 @@ import contextlib
 import ctypes
 import functools
 import mmap
-import re
 
 import numpy as np
 import pytest
-from conftest import leaving_nothing
-from helpers import filled_array, run_child, run_threads, same
-from operators import ROOT
+from helpers import (
+    SCHEDULERS,
+    constant,
+    filled_array,
+    launches,
+    numbers,
+    run_child,
+    run_threads,
+    same,
+)
 
 DEVICE_ERROR = 999
 OUT_OF_MEMORY = 2
 
 
-def constant(name, source="pipeline"):
-    """The number that the source has for it, so that tests follow when it is tuned."""
-    text = (ROOT / "kernels" / f"{source}.cu").read_text()
-    (value,) = re.findall(rf"^constexpr \w+ {name} = ([0-9 <*]+);", text, re.MULTILINE)
-    return eval(value)
-
-
-REAL_PART_BYTES = constant("PART_BYTES")
+REAL_PART_BYTES = constant("pipeline.cu", "PART_BYTES")
 PART_BYTES = 3 << 20  # on the fake, which is not fast; of four such parts each goes through a ring
-BUFFERS = constant("BUFFERS")
-BUFFER_BYTES = constant("BUFFER_BYTES", "transfer")
-RING_BYTES = BUFFER_BYTES * constant("RING_BUFFERS", "transfer")
-HUGE_PAGE_BYTES = constant("HUGE_PAGE_BYTES", "transfer")
+BUFFERS = constant("pipeline.cu", "BUFFERS")
+BUFFER_BYTES = constant("transfer.cu", "BUFFER_BYTES")
+RING_BYTES = BUFFER_BYTES * constant("transfer.cu", "RING_BUFFERS")
+HUGE_PAGE_BYTES = constant("transfer.cu", "HUGE_PAGE_BYTES")
 LARGEST_WHOLE = BUFFERS * PART_BYTES
 LARGE = 3 * PART_BYTES + 4097  # of four parts
 
@@ -36,12 +35,6 @@ SIZES = [(parts, more) for parts in (1, BUFFERS, 3, 4) for more in (-1, 0, 1)]
 
 MARGIN = 100
 DEVICE_BYTES = 1 << 30  # of the fake's devices
-SCHEDULERS = [("now", 1), ("lazy", 1), *(("shuffled", seed) for seed in range(2))]
-
-
-def numbers(size, seed=0):
-    """Bytes of which no two parts are alike."""
-    return np.random.default_rng(seed).integers(0, 256, size, np.uint8)
 
 
 @pytest.fixture
@@ -60,23 +53,10 @@ def gpuops(gpu, part):
 
 
 @pytest.fixture
-def fake(fake_device):
-    with leaving_nothing(fake_device), fake_device.gpuops.device("cuda:0"):
-        fake_device.fake.set_memory_limit(DEVICE_BYTES)
-        fake_device.fake.set_part_bytes(PART_BYTES)
-        yield fake_device
-
-
-@pytest.fixture(params=SCHEDULERS, ids=lambda given: f"{given[0]}-{given[1]}")
-def in_any_order(fake, request):
-    fake.fake.set_scheduler(*request.param)
-    return fake.gpuops
-
-
-def launches(fake, call):
-    before = fake.fake.calls("cudaLaunchKernel")
-    result = call()
-    return fake.fake.calls("cudaLaunchKernel") - before, result
+def fake(fake):
+    fake.fake.set_memory_limit(DEVICE_BYTES)
+    fake.fake.set_part_bytes(PART_BYTES)
+    return fake
 
 
 def between_margins(like):
@@ -219,15 +199,15 @@ BROADCAST = {
 @pytest.mark.parametrize("which", BROADCAST)
 def test_broadcasting(in_any_order, fake, which):
     x, y = (filled_array(shape, "i4", seed) for seed, shape in enumerate(BROADCAST[which]))
-    parts, result = launches(fake, lambda: in_any_order.add(x, y))
+    parts, result = launches(fake, lambda: in_any_order.gpuops.add(x, y))
     assert parts > BUFFERS
     same(result, x + y)
-    same(in_any_order.saxpy(y, y, x), y * y + x)
+    same(in_any_order.gpuops.saxpy(y, y, x), y * y + x)
 
 
-LEAST_CHUNKS = constant("LEAST_CHUNKS", "transfer")
-SLICE_BYTES = constant("SLICE_BYTES", "transfer")
-LEAST_RING_BYTES = constant("LEAST_RING_BYTES", "transfer")
+LEAST_CHUNKS = constant("transfer.cu", "LEAST_CHUNKS")
+SLICE_BYTES = constant("transfer.cu", "SLICE_BYTES")
+LEAST_RING_BYTES = constant("transfer.cu", "LEAST_RING_BYTES")
 
 
 def copies_of(size):
@@ -257,9 +237,9 @@ def test_windows_that_overlap(in_any_order):
     shape = (2, PART_BYTES + 4099)
     x = np.lib.stride_tricks.as_strided(memory, shape, (PART_BYTES // 2 + 2050, 1))
     y = filled_array(shape, "u1", 1)
-    same(in_any_order.add(x, y), x + y)
+    same(in_any_order.gpuops.add(x, y), x + y)
     x = np.lib.stride_tricks.as_strided(memory, shape, (0, 1))
-    same(in_any_order.add(x, y), x + y)
+    same(in_any_order.gpuops.add(x, y), x + y)
 
 
 def test_scalars(gpuops, part):
@@ -284,7 +264,7 @@ def test_other_dtypes(gpuops, part):
 def test_out_is_an_operand(in_any_order, operand):
     arrays = [filled_array(LARGE // 4, "i4", seed) for seed in range(3)]
     a, x, y = (array.copy() for array in arrays)
-    in_any_order.saxpy(*arrays, out=arrays[operand])
+    in_any_order.gpuops.saxpy(*arrays, out=arrays[operand])
     np.testing.assert_array_equal(arrays[operand], a * x + y)
     for k, unchanged in enumerate([a, x, y]):
         if k != operand:
@@ -294,7 +274,7 @@ def test_out_is_an_operand(in_any_order, operand):
 def test_out_is_every_operand(in_any_order):
     x = filled_array(SHAPES["rows"](PART_BYTES), "i4")[:, ::-1]
     expected = x * x + x
-    in_any_order.saxpy(x, x, x, out=x)
+    in_any_order.gpuops.saxpy(x, x, x, out=x)
     np.testing.assert_array_equal(x, expected)
 
 
@@ -316,7 +296,7 @@ def test_out_overlaps(in_any_order, overlap):
     x, out = OVERLAPS[overlap](memory)
     y = filled_array(x.shape, x.dtype, 1)
     expected = x + y
-    in_any_order.add(x, y, out=out)
+    in_any_order.gpuops.add(x, y, out=out)
     np.testing.assert_array_equal(out, expected)
 
 
@@ -327,8 +307,8 @@ def test_arrays_larger_than_the_device(in_any_order, fake):
     device_bytes = 8 * PART_BYTES
     fake.fake.set_memory_limit(device_bytes)
     x = filled_array(device_bytes + 12345, "u1")
-    same(in_any_order.add(x, x[::-1]), x + x[::-1])
-    in_any_order.add(x, x, out=x[::-1])
+    same(in_any_order.gpuops.add(x, x[::-1]), x + x[::-1])
+    in_any_order.gpuops.add(x, x, out=x[::-1])
 
 
 def test_memory_that_it_takes(fake):
@@ -395,11 +375,11 @@ def test_no_page_locked_memory(fake):
 def test_page_locked_arrays(in_any_order, fake):
     x, y, out = (fake.fake.page_locked(numbers(LARGE, seed)) for seed in range(3))
     expected = x + y
-    in_any_order.add(x, y, out=out)
+    in_any_order.gpuops.add(x, y, out=out)
     np.testing.assert_array_equal(out, expected)
-    in_any_order.add(x, y, out=x)
+    in_any_order.gpuops.add(x, y, out=x)
     np.testing.assert_array_equal(x, expected)
-    in_any_order.add(y[: len(y) // 2 * 2].reshape(2, -1), y[: len(y) // 2])
+    in_any_order.gpuops.add(y[: len(y) // 2 * 2].reshape(2, -1), y[: len(y) // 2])
     for array in (x, y, out):
         fake.fake.library.cudaFreeHost(ctypes.c_void_p(array.ctypes.data))
 
@@ -523,7 +503,7 @@ def test_the_end_cannot_be_waited_for(fake, number):
 
 def test_the_work_of_its_stream_comes_first(in_any_order, fake):
     """What that is still to write to page-locked memory is there when it is read."""
-    gpuops, library = in_any_order, fake.fake.library
+    gpuops, library = in_any_order.gpuops, fake.fake.library
     x = fake.fake.page_locked(np.zeros(LARGE, np.uint8))
     y = numbers(LARGE)
     stream, d = gpuops.Stream(), gpuops.to_device(y)

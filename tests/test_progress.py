@@ -9,7 +9,6 @@ import types
 
 import numpy as np
 import pytest
-from conftest import leaving_nothing
 from helpers import run_child, run_threads, same
 from operators import OPERATORS, parameters_of, required_arguments
 from test_pipeline import constant
@@ -49,10 +48,9 @@ def bars(monkeypatch):
 
 
 @pytest.fixture
-def fake(fake_device):
-    with leaving_nothing(fake_device), fake_device.gpuops.device("cuda:0"):
-        fake_device.fake.set_part_bytes(PART_BYTES)
-        yield fake_device
+def fake(fake):
+    fake.fake.set_part_bytes(PART_BYTES)
+    return fake
 
 
 X = np.arange(20 * PART_BYTES // 4, dtype="i4")

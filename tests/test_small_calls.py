@@ -1,27 +1,26 @@
 """Small calls between NumPy arrays on a GPU: through a slab, with a launch and a wait."""
 
-import re
-
 import numpy as np
 import pytest
-from conftest import leaving_nothing
-from helpers import DTYPES, INDEX_DTYPES, Guarded, filled_array, run_child, run_threads, same
-from operators import OPERATORS, ROOT, is_in_place, required_arguments
+from helpers import (
+    DTYPES,
+    INDEX_DTYPES,
+    Guarded,
+    constant,
+    filled_array,
+    run_child,
+    run_threads,
+    same,
+)
+from operators import OPERATORS, is_in_place, required_arguments
 
 DEVICE_ERROR = 999
 OUT_OF_MEMORY = 2
 NEVER = 1 << 30
 
 
-def constant(name):
-    """The number that kernels/slab.cu has for it."""
-    text = (ROOT / "kernels" / "slab.cu").read_text()
-    (value,) = re.findall(rf"^constexpr \w+ {name} = ([0-9 <]+);", text, re.MULTILINE)
-    return eval(value)
-
-
-SLAB_BYTES = constant("SLAB_BYTES")
-MOST_SLABS = constant("MOST_SLABS")
+SLAB_BYTES = constant("slab.cu", "SLAB_BYTES")
+MOST_SLABS = constant("slab.cu", "MOST_SLABS")
 
 X = np.arange(1000, dtype="f4")
 INDICES = np.random.default_rng(0).integers(-1000, 1000, 1000)
@@ -33,12 +32,11 @@ def gpuops(gpu):
 
 
 @pytest.fixture
-def fake(fake_device):
-    with leaving_nothing(fake_device), fake_device.gpuops.device("cuda:0"):
-        fake_device.gpuops.gather(X, INDICES)
-        fake_device.gpuops.empty_cache(0)
-        fake_device.gpuops.empty_cache(1)
-        yield fake_device
+def fake(fake):
+    fake.gpuops.gather(X, INDICES)
+    fake.gpuops.empty_cache(0)
+    fake.gpuops.empty_cache(1)
+    return fake
 
 
 def slabs(fake):

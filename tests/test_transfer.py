@@ -3,31 +3,21 @@
 import contextlib
 import ctypes
 import functools
-import re
 
 import numpy as np
 import pytest
-from conftest import leaving_nothing
-from helpers import numbers, read_only, run_child, run_threads
-from operators import ROOT
+from helpers import constant, numbers, read_only, run_child, run_threads
 
 DEVICE_ERROR = 999
 OUT_OF_MEMORY = 2
 NOT_READY = 600
 
 
-def constant(name):
-    """The number that kernels/transfer.cu has for it, so that tests follow when it is tuned."""
-    text = (ROOT / "kernels" / "transfer.cu").read_text()
-    (value,) = re.findall(rf"^constexpr \w+ {name} = ([0-9 <*]+);", text, re.MULTILINE)
-    return eval(value)
-
-
-RING_BUFFERS = constant("RING_BUFFERS")
-BUFFER_BYTES = constant("BUFFER_BYTES")
-SLICE_BYTES = constant("SLICE_BYTES")
-LEAST_RING_BYTES = constant("LEAST_RING_BYTES")
-LEAST_CHUNKS = constant("LEAST_CHUNKS")
+RING_BUFFERS = constant("transfer.cu", "RING_BUFFERS")
+BUFFER_BYTES = constant("transfer.cu", "BUFFER_BYTES")
+SLICE_BYTES = constant("transfer.cu", "SLICE_BYTES")
+LEAST_RING_BYTES = constant("transfer.cu", "LEAST_RING_BYTES")
+LEAST_CHUNKS = constant("transfer.cu", "LEAST_CHUNKS")
 RING_BYTES = RING_BUFFERS * BUFFER_BYTES
 
 # Where one more byte makes one more slice, or chunk, or round through the ring.
@@ -56,10 +46,9 @@ def gpuops(gpu):
 
 
 @pytest.fixture
-def fake(fake_device):
-    with leaving_nothing(fake_device), fake_device.gpuops.device("cuda:0"):
-        fake_device.fake.set_memory_limit(DEVICE_BYTES)
-        yield fake_device
+def fake(fake):
+    fake.fake.set_memory_limit(DEVICE_BYTES)
+    return fake
 
 
 def round_trip(gpuops, x, **options):
