@@ -31,8 +31,10 @@ def main(arguments: list[str] | None = None) -> int:
     if unknown := set(options.names) - set(names):
         parser.error(f"there is no benchmark named {', '.join(sorted(unknown))}")
 
-    output = options.output or FOLDER / "results" / f"{machine_name()}.json"
-    run = Run(quick=options.quick, case_seconds=options.seconds)
+    output = options.output
+    if output is None and not options.quick:  # a quick run tells nothing of speed
+        output = FOLDER / "results" / f"{machine_name()}.json"
+    run = Run(quick=options.quick, case_seconds=options.seconds, output=output)
     facts = machine()
     run.say(f"{', '.join(facts['gpus']) or 'no GPU'}; {facts['processor']}, {facts['cores']} cores")
     measure_limits(run)
@@ -40,12 +42,8 @@ def main(arguments: list[str] | None = None) -> int:
         "\nEach line: median time, rate, and how many times as fast the first line of its case is."
     )
     for name in options.names or names:
-        try:
-            importlib.import_module(f".bench_{name}", __package__).measure(run)
-        finally:
-            # A quick run tells nothing of speed, and is kept only where that is asked for.
-            if options.output or not options.quick:
-                run.write(output)
+        importlib.import_module(f".bench_{name}", __package__).measure(run)
+    run.write()  # what was said after the last case too
     if options.plot:
         plot.draw(run.document(), options.plot)
     return 1 if run.failed else 0

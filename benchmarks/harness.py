@@ -145,10 +145,14 @@ BEST_PEER = "the best peer"
 
 @dataclass
 class Run:
-    """One run of the benchmarks: its settings, and what was measured so far."""
+    """One run of the benchmarks: its settings, and what was measured so far.
+
+    With `output`, what was measured is there after each case, however the run ends.
+    """
 
     quick: bool = False
     case_seconds: float = 3.0
+    output: Path | None = None
     seed: int = field(default_factory=lambda: int.from_bytes(os.urandom(4)))
     limits: dict[str, float] = field(default_factory=dict)
     cases: list[dict] = field(default_factory=list)
@@ -200,6 +204,7 @@ class Run:
         record["targets"] = [verdict for verdict in verdicts if verdict is not None]
         self.cases.append(record)
         self._print(record)
+        self.write()
         inputs.clear()
         peers.free_memory()
         if gpuops.is_available():
@@ -288,11 +293,13 @@ class Run:
             "cases": self.cases,
         }
 
-    def write(self, path: Path) -> None:
+    def write(self) -> None:
         """Write everything as JSON, and the printed table beside it."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(self.document(), indent=1) + "\n")
-        path.with_suffix(".txt").write_text("\n".join(self.lines) + "\n")
+        if self.output is None:
+            return
+        self.output.parent.mkdir(parents=True, exist_ok=True)
+        self.output.write_text(json.dumps(self.document(), indent=1) + "\n")
+        self.output.with_suffix(".txt").write_text("\n".join(self.lines) + "\n")
 
 
 def on_gpu(function: Call, narrow: bool = False, **options: Any) -> Contestant:
