@@ -289,7 +289,7 @@ def test_a_ring_without_its_events(fake, no_rings):
 
 
 @pytest.mark.parametrize("mode", ["once", "from then on"])
-@pytest.mark.parametrize("number", [1, 2, RING_BUFFERS, RING_BUFFERS + 1])
+@pytest.mark.parametrize("number", [1, RING_BUFFERS, RING_BUFFERS + 1])
 @pytest.mark.parametrize("function", ["cudaMemcpyAsync", "cudaEventRecord", "cudaEventQuery"])
 @pytest.mark.parametrize("scheduler", ["now", "lazy"])
 def test_a_call_fails_half_way(fake, function, number, mode, scheduler):
@@ -304,10 +304,9 @@ def test_a_call_fails_half_way(fake, function, number, mode, scheduler):
         ):
             call()
         assert fault.reached
-        x[0] += 1
-        round_trip(gpuops, x)
-        x[0] -= 1
     np.testing.assert_array_equal(d.to_host(), x)
+    x[0] += 1
+    round_trip(gpuops, x)
 
 
 @pytest.mark.parametrize("fails", [False, True])
