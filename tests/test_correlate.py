@@ -291,8 +291,10 @@ def test_weights_in_parts_within_a_large_image(gpuops):
 
 @pytest.mark.parametrize(
     ("dtype", "size"),
-    [("f2", (11, 11)), ("f2", (12, 40)), ("f4", (15, 15)), ("f4", (31, 31)), ("f4", (90, 10))]
-    + [("f4", (60, 64))],
+    [
+        *(("f2", size) for size in [(11, 11), (12, 40)]),
+        *(("f4", size) for size in [(15, 15), (31, 31), (90, 10), (60, 64)]),
+    ],
 )
 def test_weights_of_rank_one(gpuops, size, dtype):
     column = random_weights((size[0], 1))

@@ -4,8 +4,7 @@ import functools
 
 import numpy as np
 import pytest
-from helpers import filled_array, launches, run_threads, same
-from test_pipeline import constant
+from helpers import constant, filled_array, launches, run_threads, same
 
 PART_BYTES = 4 << 10
 LARGEST_WHOLE = 2 * PART_BYTES
@@ -58,7 +57,7 @@ def test_borders(in_any_order, border, weights):
 @pytest.mark.parametrize("border", BORDERS)
 def test_on_any_gpu(gpu, border):
     """Also with less memory than the image takes."""
-    gpuops, part, width = gpu.gpuops, constant("PART_BYTES"), 2048
+    gpuops, part, width = gpu.gpuops, constant("pipeline.cu", "PART_BYTES"), 2048
     if gpu.fake is not None:
         gpu.fake.set_part_bytes(PART_BYTES)
         part, width = PART_BYTES, 32

@@ -4,11 +4,10 @@ import functools
 
 import numpy as np
 import pytest
-from helpers import filled_array, run_threads, same
-from test_pipeline import constant
+from helpers import constant, filled_array, run_threads, same
 
 PART_BYTES = 16 << 10
-LEAST_PANEL = constant("LEAST_PANEL", "matmul_parts")
+LEAST_PANEL = constant("matmul_parts.cu", "LEAST_PANEL")
 DEVICE_ERROR = 999
 
 

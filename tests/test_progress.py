@@ -9,12 +9,11 @@ import types
 
 import numpy as np
 import pytest
-from helpers import run_child, run_threads, same
+from helpers import constant, run_child, run_threads, same
 from operators import OPERATORS, parameters_of, required_arguments
-from test_pipeline import constant
 
 PART_BYTES = 4 << 10
-LOOK_SECONDS = constant("LOOK_MICROSECONDS") / 1e6
+LOOK_SECONDS = constant("pipeline.cu", "LOOK_MICROSECONDS") / 1e6
 WITH_PROGRESS = [op for op in OPERATORS if "progress" in parameters_of(op).parameters]
 
 
