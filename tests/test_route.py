@@ -515,6 +515,7 @@ else:
     )
 
 
+@pytest.mark.not_under_tsan("dies where a forked child starts threads")
 def test_a_forked_child_takes_the_cpu(child):
     child("""
 import warnings
