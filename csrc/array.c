@@ -110,7 +110,7 @@ static void array_dealloc(PyObject *self)
 {
     DeviceArray *array = array_of(self);
     PyTypeObject *type = Py_TYPE(self);
-    if (array->weak_references != NULL) PyObject_ClearWeakRefs(self);
+    CLEAR_WEAK_REFERENCES(self, array->weak_references);
     release_memory(array->memory);
     Py_DECREF((PyObject *)array->descr);
     PyObject_Free(self);

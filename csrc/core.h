@@ -20,6 +20,7 @@
 
 #include "dlpack.h"
 #include "gpuops.h"
+#include "shared.h"
 
 enum { MAX_PARAMETERS = 16 };
 
@@ -259,6 +260,7 @@ PyObject *explain_on_device(const Call *call);
 extern PyMethodDef route_methods[];
 
 /* device.c */
+int keep_environment(void); /* at import, where threads are free */
 int read_device(PyObject *object, int *device);
 int read_ordinal(State *state, PyObject *object, const char *op, int *ordinal);
 Status count_devices(void *count); /* for without_gil; an int */

@@ -26,13 +26,55 @@ static int parse_device(const char *text, int *device)
 static const char *const EXPECTED =
     "'cpu', 'cuda', 'cuda:0' (or another ordinal, also as an int) or 'auto'";
 
+#ifdef Py_GIL_DISABLED
+
+/* Without Python's lock, getenv may read a list of variables that another thread has just moved, by
+ * os.environ["name"] = ...: the C library does not keep the two apart. The dict behind os.environ,
+ * in which names and values are bytes, does. It is there for as long as the process, and so is what
+ * is kept here: to look for it would take as long as a small call. */
+static PyObject *environment, *variable;
+
+int keep_environment(void)
+{
+    if (variable == NULL) variable = PyBytes_FromString("GPUOPS_DEVICE");
+    if (variable == NULL || environment != NULL) return variable == NULL ? -1 : 0;
+    PyObject *module = PyImport_ImportModule("os");
+    PyObject *environ = module == NULL ? NULL : PyObject_GetAttrString(module, "environ");
+    if (environ != NULL) environment = PyObject_GetAttrString(environ, "_data");
+    Py_XDECREF(environ);
+    Py_XDECREF(module);
+    return environment == NULL ? -1 : 0;
+}
+
+static const char *variable_of_device(void)
+{
+    static _Thread_local char text[128]; /* what is longer is wrong in any case */
+    PyObject *value;
+    if (PyDict_GetItemRef(environment, variable, &value) <= 0) {
+        PyErr_Clear();
+        return NULL;
+    }
+    snprintf(text, sizeof text, "%s", PyBytes_AsString(value));
+    Py_DECREF(value);
+    return text;
+}
+
+#else
+
+static const char *variable_of_device(void)
+{
+    return getenv("GPUOPS_DEVICE");
+}
+
+#endif
+
 static int default_device(int *device)
 {
     if (thread_device != DEVICE_UNSET) {
         *device = thread_device;
         return 0;
     }
-    const char *text = getenv("GPUOPS_DEVICE");
+    const char *text = variable_of_device();
     *device = DEVICE_DEFAULT;
     if (text == NULL || *text == '\0' || parse_device(text, device) == 0) return 0;
     PyErr_Format(PyExc_ValueError, "GPUOPS_DEVICE is '%s': expected %s", text, EXPECTED);
@@ -222,12 +264,27 @@ static Status do_hello(void *context)
     return hello(work->device, work->blocks, work->threads, work->ran);
 }
 
+/* sys.stdout or NULL, to be given back with RELEASE_SHARED. */
+static PyObject *standard_output(void)
+{
+#ifdef Py_GIL_DISABLED
+    PyObject *module = PyImport_ImportModule("sys");
+    PyObject *out = module == NULL ? NULL : PyObject_GetAttrString(module, "stdout");
+    Py_XDECREF(module);
+    PyErr_Clear();
+    return out;
+#else
+    return PySys_GetObject("stdout");
+#endif
+}
+
 /* What Python has printed so far is to stand above what C prints. */
 static int flush_python(void)
 {
-    PyObject *out = PySys_GetObject("stdout");
+    PyObject *out = standard_output();
     if (out == NULL || out == Py_None) return 0;
     PyObject *done = PyObject_CallMethod(out, "flush", NULL);
+    RELEASE_SHARED(out);
     Py_XDECREF(done);
     return done == NULL ? -1 : 0;
 }

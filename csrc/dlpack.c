@@ -54,8 +54,12 @@ static int extension_number(int extension)
     PyArray_Descr *descr = NULL;
     PyObject *type = NULL, *module = NULL, *name = PyUnicode_FromString("ml_dtypes");
     if (name != NULL) module = PyImport_GetModule(name);
-    if (name != NULL && module == NULL && !atomic_exchange(&import_was_tried, true))
+    /* Those who come while it is imported wait for that. */
+    if (name != NULL && module == NULL &&
+        !(THREADS_ARE_FREE ? atomic_load(&import_was_tried)
+                           : atomic_exchange(&import_was_tried, true)))
         module = PyImport_Import(name);
+    if (THREADS_ARE_FREE) atomic_store(&import_was_tried, true);
     if (module != NULL) type = PyObject_GetAttrString(module, EXTENSIONS[extension].name);
     if (type != NULL && PyArray_DescrConverter(type, &descr) &&
         PyTypeNum_ISUSERDEF(descr->type_num)) {
@@ -500,7 +504,8 @@ done:
     return result;
 }
 
-/* From here on the tensor is ours, and its deleter to be called. */
+/* From here on the tensor is ours, and its deleter to be called. A library may hand out the same
+ * capsule to two threads, of which one is to get it: this is done alone. */
 static int take_capsule(PyObject *capsule, const char *name, Taken *taken)
 {
     if (PyCapsule_IsValid(capsule, VERSIONED)) {
@@ -575,7 +580,10 @@ static int import_host(Operand *operand)
         return import_host_by_numpy(operand);
     }
     Taken taken;
-    const int result = take_capsule(capsule, name, &taken);
+    int result;
+    BEGIN_ALONE(capsule);
+    result = take_capsule(capsule, name, &taken);
+    END_ALONE();
     release_object(capsule);
     if (result < 0) return -1;
     const DLTensor *tensor = taken.tensor;
@@ -615,7 +623,10 @@ static int import_capsule(State *state, Operand *operand, Stream *stream)
     PyObject *capsule = call_dlpack(operand->object, stream);
     if (capsule == NULL) return -1;
     Taken taken;
-    const int result = take_capsule(capsule, operand->name, &taken);
+    int result;
+    BEGIN_ALONE(capsule);
+    result = take_capsule(capsule, operand->name, &taken);
+    END_ALONE();
     release_object(capsule);
     return result < 0 ? -1 : adopt_tensor(state, operand, &taken, stream);
 }

@@ -50,13 +50,22 @@ static bool read_word(PyObject *object, uintptr_t *word)
 }
 
 /* A dtype without fields may be described as one field without a name. */
-static bool describes_fields(PyObject *fields)
+static bool first_describes_fields(PyObject *fields)
 {
-    if (fields == NULL || !PyList_Check(fields) || PyList_Size(fields) == 0) return false;
     PyObject *first = PyList_GetItem(fields, 0);
     PyObject *name =
         PyTuple_Check(first) && PyTuple_Size(first) > 0 ? PyTuple_GetItem(first, 0) : Py_None;
     return PyList_Size(fields) > 1 || !PyUnicode_Check(name) || PyUnicode_GetLength(name) > 0;
+}
+
+static bool describes_fields(PyObject *fields)
+{
+    if (fields == NULL || !PyList_Check(fields) || PyList_Size(fields) == 0) return false;
+    bool result;
+    BEGIN_ALONE(fields); /* it is not ours, and what is looked at is borrowed of it */
+    result = THREADS_ARE_FREE && PyList_Size(fields) == 0 ? false : first_describes_fields(fields);
+    END_ALONE();
+    return result;
 }
 
 /* 1: it is read; 0: only DLPack has a word for it, if the library has that. ml_dtypes calls its own

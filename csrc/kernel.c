@@ -246,12 +246,12 @@ static int check_launcher(const LauncherObject *launcher)
         return -1;
     }
     if (launcher->shared_bytes < 0 ||
-        launcher->shared_bytes > kernel->info.max_dynamic_shared_bytes) {
+        launcher->shared_bytes > LOAD_SHARED(kernel->info.max_dynamic_shared_bytes)) {
         PyErr_Format(PyExc_ValueError,
                      "shared_bytes is %lld, and %s takes 0 to %lld: set its "
                      "max_dynamic_shared_bytes first, which may be up to %lld on cuda:%d",
                      (long long)launcher->shared_bytes, kernel->op,
-                     (long long)kernel->info.max_dynamic_shared_bytes,
+                     (long long)LOAD_SHARED(kernel->info.max_dynamic_shared_bytes),
                      (long long)(limits->most_dynamic_bytes - kernel->info.shared_bytes),
                      kernel->module->device);
         return -1;
@@ -327,7 +327,7 @@ static void kernel_dealloc(PyObject *self)
 {
     KernelObject *kernel = kernel_of(self);
     PyTypeObject *type = Py_TYPE(self);
-    if (kernel->weak_references != NULL) PyObject_ClearWeakRefs(self);
+    CLEAR_WEAK_REFERENCES(self, kernel->weak_references);
     for (int i = 0; i < kernel->count; i++) forget_source(&kernel->parameters[i]);
     PyMem_Free(kernel->parameters);
     Py_XDECREF(kernel->name);
@@ -473,10 +473,10 @@ static PyObject *kernel_launch_method(PyObject *self, PyObject *args, PyObject *
 
 static int find_block_size(State *state, KernelObject *kernel, int64_t shared_bytes, unsigned *size)
 {
-    KernelWork work = {.bytes = shared_bytes, .number = kernel->block_size};
-    if (shared_bytes != 0 || kernel->block_size == 0) {
+    KernelWork work = {.bytes = shared_bytes, .number = LOAD_SHARED(kernel->block_size)};
+    if (shared_bytes != 0 || work.number == 0) {
         if (carry_out(state, kernel, do_find_block_size, &work) < 0) return -1;
-        if (shared_bytes == 0) kernel->block_size = work.number;
+        if (shared_bytes == 0) STORE_SHARED(kernel->block_size, work.number);
     }
     *size = (unsigned)work.number;
     return 0;
@@ -544,7 +544,7 @@ static PyObject *kernel_get_attributes(PyObject *self, void *unused)
 static PyObject *kernel_get_dynamic_bytes(PyObject *self, void *unused)
 {
     (void)unused;
-    return PyLong_FromLongLong(kernel_of(self)->info.max_dynamic_shared_bytes);
+    return PyLong_FromLongLong(LOAD_SHARED(kernel_of(self)->info.max_dynamic_shared_bytes));
 }
 
 static int kernel_set_dynamic_bytes_attribute(PyObject *self, PyObject *value, void *unused)
@@ -570,7 +570,11 @@ static int kernel_set_dynamic_bytes_attribute(PyObject *self, PyObject *value, v
         return -1;
     }
     if (carry_out(state, kernel, do_set_dynamic_bytes, &work) < 0) return -1;
-    kernel->info = work.info;
+    /* All else is as it was, and others may be reading it. */
+    if (THREADS_ARE_FREE)
+        STORE_SHARED(kernel->info.max_dynamic_shared_bytes, work.info.max_dynamic_shared_bytes);
+    else
+        kernel->info = work.info;
     return 0;
 }
 

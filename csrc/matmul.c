@@ -5,15 +5,13 @@
 /* numpy.matmul, which is looked up once. */
 static PyObject *numpy_matmul(State *state)
 {
-    if (state->numpy_matmul != NULL) return state->numpy_matmul;
+    if (LOAD_SHARED(state->numpy_matmul) != NULL) return LOAD_SHARED(state->numpy_matmul);
     PyObject *module = PyImport_ImportModule("numpy");
     PyObject *function = module == NULL ? NULL : PyObject_GetAttrString(module, "matmul");
     Py_XDECREF(module);
-    if (state->numpy_matmul == NULL) /* another thread may have been faster */
-        state->numpy_matmul = function;
-    else
+    if (!SET_SHARED_ONCE(state->numpy_matmul, function)) /* another thread may have been faster */
         Py_XDECREF(function);
-    return state->numpy_matmul;
+    return LOAD_SHARED(state->numpy_matmul);
 }
 
 /* Where NumPy's ufuncs run out of memory they may fail without an exception, and Python takes that

@@ -76,10 +76,14 @@ done:
 
 static void unpin(PinObject *self)
 {
-    Pin *pin = self->pin;
-    PyArrayObject *array = self->array;
-    self->pin = NULL;
+    Pin *pin;
+    PyArrayObject *array;
+    BEGIN_ALONE(self);
+    pin = self->pin;
+    array = self->array;
+    STORE_SHARED(self->pin, NULL);
     self->array = NULL;
+    END_ALONE();
     if (pin != NULL) (void)without_gil(do_unpin, pin);
     release(array);
 }
@@ -88,7 +92,7 @@ static void pin_dealloc(PyObject *self)
 {
     PinObject *object = (PinObject *)self;
     PyTypeObject *type = Py_TYPE(self);
-    if (object->weak_references != NULL) PyObject_ClearWeakRefs(self);
+    CLEAR_WEAK_REFERENCES(self, object->weak_references);
     unpin(object);
     PyObject_Free(self);
     Py_DECREF((PyObject *)type);
@@ -104,7 +108,7 @@ static PyObject *pin_release(PyObject *self, PyObject *unused)
 static PyObject *pin_enter(PyObject *self, PyObject *unused)
 {
     (void)unused;
-    if (((PinObject *)self)->pin != NULL) return Py_NewRef(self);
+    if (LOAD_SHARED(((PinObject *)self)->pin) != NULL) return Py_NewRef(self);
     PyErr_SetString(PyExc_ValueError, "the memory was released: pin(x) locks it once more");
     return NULL;
 }
@@ -112,19 +116,26 @@ static PyObject *pin_enter(PyObject *self, PyObject *unused)
 static PyObject *pin_get_locked(PyObject *self, void *unused)
 {
     (void)unused;
-    return PyBool_FromLong(((PinObject *)self)->pin != NULL);
+    return PyBool_FromLong(LOAD_SHARED(((PinObject *)self)->pin) != NULL);
 }
 
 static PyObject *pin_repr(PyObject *self)
 {
+    static const char RELEASED[] = "<gpuops.pin, released>";
     const PinObject *object = (PinObject *)self;
-    if (object->pin == NULL) return PyUnicode_FromString("<gpuops.pin, released>");
-    const PyArrayObject *array = object->array;
-    PyObject *shape = PyObject_GetAttrString((PyObject *)array, "shape");
-    PyObject *text = shape == NULL ? NULL
-                                   : PyUnicode_FromFormat("<gpuops.pin of shape %R, dtype %S>",
-                                                          shape, (PyObject *)PyArray_DESCR(array));
+    if (LOAD_SHARED(object->pin) == NULL) return PyUnicode_FromString(RELEASED);
+    PyObject *array;
+    BEGIN_ALONE(self);
+    array = HOLD_SHARED(object->array);
+    END_ALONE();
+    if (THREADS_ARE_FREE && array == NULL) return PyUnicode_FromString(RELEASED);
+    PyObject *shape = PyObject_GetAttrString(array, "shape");
+    PyObject *text = shape == NULL
+                         ? NULL
+                         : PyUnicode_FromFormat("<gpuops.pin of shape %R, dtype %S>", shape,
+                                                (PyObject *)PyArray_DESCR((PyArrayObject *)array));
     Py_XDECREF(shape);
+    RELEASE_SHARED(array);
     return text;
 }
 

@@ -38,7 +38,7 @@ static void module_dealloc(PyObject *self)
 {
     ModuleObject *module = module_of(self);
     PyTypeObject *type = Py_TYPE(self);
-    if (module->weak_references != NULL) PyObject_ClearWeakRefs(self);
+    CLEAR_WEAK_REFERENCES(self, module->weak_references);
     if (module->module != NULL) (void)without_gil(do_release, module->module);
     Py_DECREF(module->cubin);
     Py_DECREF(module->kernels);

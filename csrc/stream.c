@@ -316,7 +316,7 @@ static void stream_dealloc(PyObject *self)
 {
     StreamObject *object = (StreamObject *)self;
     PyTypeObject *type = Py_TYPE(self);
-    if (object->weak_references != NULL) PyObject_ClearWeakRefs(self);
+    CLEAR_WEAK_REFERENCES(self, object->weak_references);
     release_stream(object->stream);
     PyObject_Free(self);
     Py_DECREF((PyObject *)type);
@@ -653,7 +653,7 @@ static void event_dealloc(PyObject *self)
 {
     EventObject *object = (EventObject *)self;
     PyTypeObject *type = Py_TYPE(self);
-    if (object->weak_references != NULL) PyObject_ClearWeakRefs(self);
+    CLEAR_WEAK_REFERENCES(self, object->weak_references);
     (void)without_gil(do_event_destroy, object->event);
     PyObject_Free(self);
     Py_DECREF((PyObject *)type);

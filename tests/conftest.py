@@ -57,6 +57,16 @@ def pytest_configure(config):
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     allow_fixtures_under_hypothesis()
+    let_classes_die()
+
+
+def let_classes_die():
+    """Once a thread was started, Python 3.13 without the GIL keeps all classes that are made, and
+    what their methods hold, unless it is told not to."""
+    with contextlib.suppress(ImportError):
+        from _testinternalcapi import suppress_immortalization
+
+        suppress_immortalization(True)
 
 
 def allow_fixtures_under_hypothesis():

@@ -478,9 +478,9 @@ def test_other_threads_go_on_while_memory_is_given_back(gpuops, gpu):
         pytest.skip("needs the fake runtime, where one call waits for the end of another")
     large, slow = [gpuops.empty(16 * MEBIBYTE, "u1")], gpuops.Stream()
     work = gpuops.empty((1024, 1024), "u1", stream=slow)
-    for _ in range(4):  # until it takes long enough to be seen
+    for fills in (40, 80, 160, 320):  # until it takes long enough to be seen
         gpu.fake.set_scheduler("lazy")
-        for turn in range(40):
+        for turn in range(fills):
             work[::2].fill(turn, stream=slow)
         busy = threading.Thread(target=slow.synchronize)
         ticks, over = 0, False
