@@ -23,6 +23,7 @@ from rtc import saxpy_module
 
 THREADS = 8
 SECONDS = 1.0
+HAS_GIL = not hasattr(sys, "_is_gil_enabled") or sys._is_gil_enabled()
 
 
 @pytest.fixture
@@ -53,7 +54,7 @@ def at_once(action, rounds, make):
 
 def test_the_gil_stays_off(cpu_device, fake_device):
     """No module of the package, in any build, makes Python take it back."""
-    if not hasattr(sys, "_is_gil_enabled") or sys._is_gil_enabled():
+    if HAS_GIL:
         pytest.skip("this Python has it, or was told to have it")
     source = "import sys, gpuops; gpuops.gather([1, 2], 0); print(sys._is_gil_enabled())"
     for device in (cpu_device, fake_device):
@@ -239,6 +240,7 @@ print(set(found))
 """
 
 
+@pytest.mark.xfail(HAS_GIL, reason="with the GIL, those that come meanwhile are refused")
 def test_threads_need_ml_dtypes_at_once(fake_device):
     """It is imported when the first array of such a dtype comes, and those after that wait."""
     pytest.importorskip("ml_dtypes")
