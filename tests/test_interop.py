@@ -896,6 +896,10 @@ def test_unhashable_types(gpuops):
         def __array__(self, dtype=None, copy=None):
             return HOST
 
+    try:
+        np.asarray(Kind())
+    except TypeError as error:
+        pytest.skip(f"NumPy does not take such types, as without the GIL: {error}")
     same(gpuops.gather(Kind(), [1]), HOST[[1]])
 
 
