@@ -56,11 +56,23 @@ static int multiply(State *state, PyArrayObject *a, PyArrayObject *b, PyArrayObj
     return status;
 }
 
+/* Of sums of one term, which numpy.matmul computes without a BLAS, numpy.dot makes other calls. An
+ * operand of one element is a factor to scale by, and where that is 0 the BLAS looks no further,
+ * not even for a NaN; complex products are multiplied by 1 once more, which makes a NaN of an
+ * infinity. */
+static bool is_scaling(PyArrayObject *a, PyArrayObject *b)
+{
+    const bool is_single = PyArray_DIM(a, PyArray_NDIM(a) - 1) == 1;
+    return is_single &&
+           (PyTypeNum_ISCOMPLEX(PyArray_TYPE(a)) || PyArray_SIZE(a) == 1 || PyArray_SIZE(b) == 1);
+}
+
 /* For matrices as a BLAS takes them numpy.dot makes the same call of it, and comes to it in half
  * the time. It writes to arrays in C order only. */
 static bool is_for_dot(PyArrayObject *a, PyArrayObject *b, PyArrayObject *out)
 {
     const int type = PyArray_TYPE(out);
+    if (is_scaling(a, b)) return false;
     return PyArray_NDIM(a) <= 2 && PyArray_NDIM(b) <= 2 && PyArray_ISONESEGMENT(a) &&
            PyArray_ISONESEGMENT(b) && PyArray_ISCARRAY(out) &&
            (PyTypeNum_ISFLOAT(type) || PyTypeNum_ISCOMPLEX(type));

@@ -283,6 +283,23 @@ def test_infinities_and_nan(gpuops):
             np.testing.assert_array_equal(gpuops.matmul(a, b), a @ b)
 
 
+@pytest.mark.parametrize("dtype", "fdFD")
+def test_infinities_and_nan_in_sums_of_one_term(gpuops, device, dtype):
+    """A BLAS that is told to scale by 0 or 1 looks at nothing else."""
+    row = np.array([[np.nan, np.inf, 2, -np.inf]], dtype)
+    for factor in (0, 1, 3):
+        one, column = np.full((1, 1), factor, dtype), np.full((2, 1), factor, dtype)
+        pairs = [(one, row), (row.T, one), (one[0], row), (row.T, one[0]), (column, row)]
+        for a, b in pairs:
+            with np.errstate(invalid="ignore"):
+                expected = a @ b
+                result = gpuops.matmul(a, b)
+            if dtype in "fd" or device.name != "cuda":
+                np.testing.assert_array_equal(result, expected)
+            else:  # of which parts NVIDIA's library makes a NaN is its own matter
+                np.testing.assert_array_equal(np.isfinite(result), np.isfinite(expected))
+
+
 MISTAKES = [
     ((), (3,)), ((3,), ()), ((), ()), ((3,), (4,)), ((2, 3), (4,)), ((3,), (4, 5)),
     ((2, 3), (4, 5)), ((2, 3, 4), (2, 5, 5)), ((4, 2, 3), (5, 4, 3)), ((2, 3, 4), (3, 4, 5)),
