@@ -430,10 +430,31 @@ static Status filter_with(const Call *call, const Filter &filter, const double *
     return status;
 }
 
+/* No sum along a row is to be larger than the pixels, lest it overflows before it is weighted with
+ * those above and below. A power of two leaves all digits as they are. False: it would not. */
+static bool balance_factors(const Filter &filter, Factors *factors)
+{
+    double total = 0;
+    for (int64_t j = 0; j < filter.columns; j++) total += fabs((double)factors->along[j]);
+    const int exponent = -ilogb(total) - 1;
+    bool fits = true;
+    for (int64_t j = 0; j < filter.columns; j++) {
+        const float weight = ldexpf(factors->along[j], exponent);
+        fits = fits && (factors->along[j] == 0 || fabsf(weight) >= FLT_MIN);
+        factors->along[j] = weight;
+    }
+    for (int64_t i = 0; i < filter.rows; i++) {
+        factors->down[i] = ldexpf(factors->down[i], -exponent);
+        fits = fits && is_finite(factors->down[i]);
+    }
+    return fits;
+}
+
 Status correlate_on_cpu(const Call *call, const Filter &filter, const double *weights)
 {
     if (!filter.in_float) return filter_with<double>(call, filter, weights, NULL);
     Factors factors;
-    const bool separable = find_factors(filter, weights, &factors);
+    const bool separable =
+        find_factors(filter, weights, &factors) && balance_factors(filter, &factors);
     return filter_with<float>(call, filter, weights, separable ? &factors : NULL);
 }

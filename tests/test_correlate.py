@@ -641,6 +641,17 @@ def test_sums_that_would_overflow_without_their_weights(gpuops):
     np.testing.assert_allclose(result, np.float32(1.21e38), rtol=1e-5)
 
 
+def test_sums_along_one_axis_that_would_overflow(gpuops, ndimage):
+    """Of two passes, the first one's sums are weighted by the second."""
+    image = np.zeros((60, 60), "f4")
+    image[30, 30] = 1e38
+    for size in (5, 11, 15):
+        line = 2.0 ** -np.abs(np.arange(size) - size // 2) * 8
+        for weights in (np.outer(line, line), np.outer(line, line) / 1e3):
+            expected = ndimage.correlate(image, weights)
+            np.testing.assert_allclose(gpuops.correlate(image, weights), expected, rtol=1e-6)
+
+
 @pytest.mark.parametrize("middle", [1, 0])
 def test_large_pixels_reach_no_further_than_the_weights(gpuops, middle):
     """Weights of rank one are two passes, of which the first must not overflow."""
