@@ -51,10 +51,18 @@ static Status check_weights(const View *input, const View *weights)
                     axes == 1 ? "one, as the input has"
                               : "two, for the last two axes of the input (axes before them of size "
                                 "1 are fine)");
-    for (int i = 0; i < weights->ndim; i++)
+    /* A broadcast array takes no memory, but the numbers that sums are taken with do. */
+    int64_t bytes = 2 * (int64_t)sizeof(double);
+    bool is_too_big = false;
+    for (int i = 0; i < weights->ndim; i++) {
         if (weights->shape[i] == 0)
             return fail(STATUS_VALUE_ERROR,
                         "filter weights array has incorrect shape: axis %d has no elements", i);
+        is_too_big |= __builtin_mul_overflow(bytes, weights->shape[i], &bytes);
+    }
+    if (is_too_big)
+        return fail(STATUS_VALUE_ERROR,
+                    "filter weights array is too big: as float64 it would not fit into any memory");
     return STATUS_OK;
 }
 

@@ -1383,6 +1383,9 @@ static Status launch_filter(const Filter &filter, const View &input, const View 
     return launch_in_memory<Sum>(filter, input, output, given, weights, stream);
 }
 
+/* Kernels count the rows and columns of the weights in 32 bits. */
+constexpr int64_t MOST_EXTENT = 1 << 30;
+
 /* Copies of operands that the kernels cannot take as they are. */
 Status correlate_on_device(Call *call, const Filter &filter, const double *weights)
 {
@@ -1390,6 +1393,9 @@ Status correlate_on_device(Call *call, const Filter &filter, const double *weigh
     View packed_input, packed_weights, fresh_output;
     Memory *copies[3] = {};
     Status status = STATUS_OK;
+    if (filter.rows > MOST_EXTENT || filter.columns > MOST_EXTENT)
+        return fail(STATUS_VALUE_ERROR, "weights of %lld x %lld are more than a GPU can take",
+                    (long long)filter.rows, (long long)filter.columns);
     if (!kernels_can_read(*input)) {
         status = pack_on_device(input, call->stream, &packed_input);
         if (status == STATUS_OK) copies[0] = packed_input.memory;

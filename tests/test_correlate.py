@@ -449,6 +449,8 @@ def test_errors(gpuops, name):
         (ValueError, "incorrect shape", (IMAGE[None], np.ones((2, 3, 3))), {}),
         (ValueError, "incorrect shape.*no elements", (IMAGE, np.ones((0, 3))), {}),
         (ValueError, "incorrect shape.*no elements", (IMAGE, np.ones((3, 0))), {}),
+        (ValueError, "too big", (IMAGE, np.broadcast_to(np.int8(1), (2**31, 2**30))), {}),
+        (ValueError, "too big", (IMAGE[0], np.broadcast_to(np.int8(1), 2**61)), {}),
         (ValueError, "at least one dimension", (5, ones), {}),
         (ValueError, "Invalid origin", (IMAGE, ones), {"origin": 2}),
         (ValueError, "Invalid origin", (IMAGE, ones), {"origin": (0, -2)}),
@@ -496,6 +498,22 @@ def test_weights_on_the_device(gpu, dtype, size):
         backward = gpuops.to_device(weights[::-1])[::-1]
         result = getattr(gpuops, name)(gpuops.to_device(image), backward, mode="wrap")
         check(result.to_host(), image, weights, name=name, mode="wrap")
+
+
+def test_weights_on_the_device_that_are_too_big(gpu):
+    gpuops = gpu.gpuops
+    one = gpuops.to_device(np.ones(1, "i1"))
+    image = gpuops.to_device(IMAGE)
+
+    class Broadcast:
+        def __init__(self, *shape):
+            sizes = {"shape": shape, "strides": (0,) * len(shape)}
+            self.__cuda_array_interface__ = {**one.__cuda_array_interface__, **sizes}
+
+    for shape, text in [((2**31, 2**30), "too big"), ((1, 2**31), "more than a GPU")]:
+        with pytest.raises(ValueError, match=text):
+            gpuops.correlate(image, Broadcast(*shape))
+    assert gpuops.correlate(image, Broadcast(1, 1)).to_host().tolist() == IMAGE.tolist()
 
 
 def test_nans_and_weights_on_the_device(gpu):
