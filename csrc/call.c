@@ -180,7 +180,7 @@ typedef struct Arguments {
 static int read_output(State *state, PyObject *object, const char *op, const char *name,
                        Operand *out)
 {
-    if (read_operand(state, object, op, name, out) < 0) return -1;
+    if (read_operand(state, object, op, name, USE_WRITTEN, out) < 0) return -1;
     if (is_on_device(out)) return 0;
     if (out->kind == KIND_HOST && out->descr == NULL) { /* no other library's */
         release(out->array);
@@ -261,7 +261,7 @@ static int read_arguments(State *state, const Signature *signature, PyObject **v
         const char *name = parameter->text;
         switch (parameter->role) {
         case ROLE_INPUT:
-            if (read_operand(state, value, call->op->name, name,
+            if (read_operand(state, value, call->op->name, name, USE_READ,
                              &arguments->inputs[arguments->count++]) < 0)
                 return -1;
             break;

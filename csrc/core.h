@@ -106,6 +106,9 @@ typedef enum Kind {
     KIND_NAMESPACE, /* __dlpack__, and an array namespace to go back to (CuPy, JAX) */
 } Kind;
 
+/* What an array is for. What is written is looked at more closely: whether it may be. */
+typedef enum Use { USE_READ, USE_WRITTEN } Use;
+
 /* An array argument in the middle of a call; operand_clear releases what it holds. Of another
  * library's data on a device, import makes memory that lasts, given the stream of the call. Where
  * that is pending it has to be done, and of the view only the device is sure until then; where it
@@ -114,6 +117,7 @@ typedef struct Operand {
     PyObject *object; /* borrowed: what the caller passed */
     const char *op;   /* the function, for errors of the machine */
     const char *name; /* of the parameter, for messages */
+    Use use;
     Kind kind;
     bool pending;
     int read_only; /* 0, or one of the above */
@@ -160,10 +164,10 @@ PyArray_Descr *descr_of(Dtype dtype);              /* a new reference, or NULL w
 int fill_view(PyArrayObject *array, const char *name, View *view);
 
 /* operand.c */
-int read_operand(State *state, PyObject *object, const char *op, const char *name,
+int read_operand(State *state, PyObject *object, const char *op, const char *name, Use use,
                  Operand *operand);
 /* The same for all but what NumPy is to make an array of; 0: it is nothing else. */
-int read_array_operand(State *state, PyObject *object, const char *op, const char *name,
+int read_array_operand(State *state, PyObject *object, const char *op, const char *name, Use use,
                        Operand *operand);
 /* The view of data on the host. After this no Python code may run before the work is done. */
 int complete_operand(Operand *operand);

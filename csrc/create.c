@@ -42,7 +42,7 @@ static int cast_source(Operand *operand, PyArray_Descr *wanted)
 static int read_source(State *state, PyObject *object, const char *op, PyArray_Descr *wanted,
                        Operand *operand)
 {
-    if (read_array_operand(state, object, op, "x", operand) < 0) return -1;
+    if (read_array_operand(state, object, op, "x", USE_READ, operand) < 0) return -1;
     if (is_on_device(operand)) return 0;
     return cast_source(operand, wanted) < 0 ? -1 : complete_operand(operand);
 }

@@ -137,7 +137,7 @@ int classify_exchange(State *state, const Library *library, Operand *operand)
     /* The borrowed form is the faster one, and it is good as long as the object lives. But it does
      * not say whether the memory may be written. */
     const bool may_borrow =
-        api->dltensor_from_py_object_no_sync != NULL && strcmp(operand->name, "out") != 0;
+        api->dltensor_from_py_object_no_sync != NULL && operand->use == USE_READ;
     if (may_borrow) {
         memset(&borrowed, 0, sizeof borrowed);
         if (api->dltensor_from_py_object_no_sync(operand->object, &borrowed) != 0)

@@ -357,7 +357,9 @@ static int read_array(State *state, Arguments *arguments, int i, PyObject *objec
         object = ((WrapperObject *)object)->array;
     }
     Operand *operand = &array->operand;
-    const int found = read_array_operand(state, object, kernel->op, parameter->name, operand);
+    /* The faster form of a foreign array, which does not tell whether it may be written. */
+    const int found =
+        read_array_operand(state, object, kernel->op, parameter->name, USE_READ, operand);
     arguments->array_count++; /* what it holds is released from now on */
     if (found != 0) return found < 0 ? -1 : 0;
     if (array->is_written && is_numpy_scalar(object))

@@ -131,13 +131,14 @@ static int classify(State *state, Operand *operand)
     return result;
 }
 
-int read_array_operand(State *state, PyObject *object, const char *op, const char *name,
+int read_array_operand(State *state, PyObject *object, const char *op, const char *name, Use use,
                        Operand *operand)
 {
     memset(operand, 0, offsetof(Operand, view));
     operand->object = object;
     operand->op = op;
     operand->name = name;
+    operand->use = use;
     operand->dtype.code = DL_NONE;
     operand->view.device = DEVICE_CPU;
     operand->view.stream = NULL;
@@ -153,9 +154,10 @@ int read_array_operand(State *state, PyObject *object, const char *op, const cha
     return 1;
 }
 
-int read_operand(State *state, PyObject *object, const char *op, const char *name, Operand *operand)
+int read_operand(State *state, PyObject *object, const char *op, const char *name, Use use,
+                 Operand *operand)
 {
-    const int found = read_array_operand(state, object, op, name, operand);
+    const int found = read_array_operand(state, object, op, name, use, operand);
     if (found != 0) return found < 0 ? -1 : 0;
     operand->kind = KIND_HOST;
     if (PyArray_Check(object) || strcmp(name, "indices") != 0)

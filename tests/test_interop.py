@@ -609,6 +609,30 @@ def test_exchange_out(place, lends):
     assert frozen.producer.deleted == frozen.producer.made == 1
 
 
+def test_exchange_of_what_is_written_without_out(place, lends):
+    gpuops, kind = place.gpuops, new_kind(lends=lends, empty=place.empty)
+    calls = [
+        (lambda x: gpuops.scatter(x, [1], 5.0), lambda x: x.__setitem__([1], 5.0)),
+        (lambda x: gpuops.scatter_add(x, [1], 5.0), lambda x: np.add.at(x, [1], 5.0)),
+        (
+            lambda x: gpuops.correlate(place.put(HOST), [[2.0]], output=x),
+            lambda x: x.__setitem__(..., 2 * HOST),
+        ),
+    ]
+    for call, expected in calls:
+        x, y = kind(place.put(HOST.copy())), HOST.copy()
+        call(x)
+        expected(y)
+        same(place.get(x.data), y)
+        frozen = kind(place.put(HOST.copy()), flags=READ_ONLY)
+        with pytest.raises(ValueError, match="read-only"):
+            call(frozen)
+        same(place.get(frozen.data), HOST)
+        gc.collect()
+        for pot in (x, frozen):
+            assert pot.producer.deleted == pot.producer.made == 1
+
+
 @pytest.mark.parametrize("dtype", ["u1", "f4", "f8", "c16"])
 def test_exchange_indices_of_host_data(gpu, dtype):
     """The indices are on the GPU, and so is the result, but its elements are those of the data."""
