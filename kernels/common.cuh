@@ -325,6 +325,10 @@ Status report_open(const Stream *stream, int slot, const char *op, int axis, int
 Status slot_check(const Stream *stream, int slot, bool late);
 /* run.cu: the report for the kernels of a call between arrays on the device. */
 Status open_report(const Call *call, int64_t axis_size, IndexReport *report);
+/* run.cu: before a call between arrays on the host reads them. What the stream that the caller has
+ * named is still to write to page-locked memory comes first, and much of it is the CPU that reads:
+ * what goes to a slab, has gaps, is looked at, or goes with a kernel's arguments. */
+Status await_named_stream(const Call *call);
 /* Waits for a stream, and looks at no slot. */
 Status stream_drain(void *stream);
 bool launches_block(void);

@@ -541,7 +541,8 @@ Status gather_on_cuda(const Call *call, const Gather &gather, int64_t index_coun
     const View *const views[] = {&call->inputs[0], &call->inputs[1], &call->out};
     PinnedUse uses[3];
     for (int i = 0; i < 3; i++) pinned_hold(views[i], &uses[i]);
-    status = gather_on_current_device(call, gather, index_count);
+    status = await_named_stream(call);
+    if (status == STATUS_OK) status = gather_on_current_device(call, gather, index_count);
     const bool is_over =
         status == STATUS_OK || status == STATUS_INDEX_ERROR || status == STATUS_INTERRUPTED;
     for (int i = 0; i < 3; i++) pinned_let_go(&uses[i], call->device, is_over);

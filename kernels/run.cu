@@ -15,6 +15,11 @@ Status open_report(const Call *call, int64_t axis_size, IndexReport *report)
     return report_open(call->stream, slot, call->op->name, call->axis, axis_size, report);
 }
 
+Status await_named_stream(const Call *call)
+{
+    return call->stream == NULL ? STATUS_OK : stream_drain(call->stream->handle);
+}
+
 static bool is_to_be_cast(const Call *call, const View *input, int i)
 {
     return call->cast_inputs >> i & 1 && input->dtype != call->compute;
@@ -249,8 +254,11 @@ static Status run_in_slab(Call *call, Slab *slab)
 
 static Status run_between_host_arrays(Call *call)
 {
-    Slab *slab = NULL;
-    Status status = slab_take(call->device, bytes_in_slab(call), &slab);
+    bool done = false;
+    Status status = call->run_in_parts != NULL ? call->run_in_parts(call, &done) : STATUS_OK;
+    if (status != STATUS_OK || done) return status;
+    Slab *slab;
+    status = slab_take(call->device, bytes_in_slab(call), &slab);
     if (status != STATUS_OK) return status;
     return slab != NULL ? run_in_slab(call, slab) : run_through_device(call);
 }
@@ -267,14 +275,10 @@ static Status run_on_device(Call *call)
     int previous;
     Status status = device_enter(call->device, &previous);
     if (status != STATUS_OK) return status;
+    const bool on_host = call->out.device == DEVICE_CPU;
+    if (on_host) status = await_named_stream(call);
     if (call->stream == NULL) call->stream = legacy_stream(call->device);
-    bool done = false;
-    if (call->out.device != DEVICE_CPU)
-        status = run_in_order(call);
-    else if (call->run_in_parts != NULL)
-        status = call->run_in_parts(call, &done);
-    if (call->out.device == DEVICE_CPU && status == STATUS_OK && !done)
-        status = run_between_host_arrays(call);
+    if (status == STATUS_OK) status = on_host ? run_between_host_arrays(call) : run_in_order(call);
     device_leave(call->device, previous);
     return status;
 }

@@ -1,5 +1,8 @@
 """Small calls between NumPy arrays on a GPU: through a slab, with a launch and a wait."""
 
+import contextlib
+import ctypes
+
 import numpy as np
 import pytest
 from helpers import (
@@ -95,12 +98,70 @@ def test_every_mode_of_gather(fake, mode, scheduler):
 def test_on_a_stream_of_ones_own(fake):
     stream = fake.gpuops.Stream()
     fake.gpuops.gather(X, INDICES)
+    expected = [LAUNCH_AND_WAIT[-1], *LAUNCH_AND_WAIT]  # its own work comes first
     work, result = work_of(fake, lambda: fake.gpuops.gather(X, INDICES, stream=stream))
-    assert [name for name in work if name != "cudaStreamIsCapturing"] == LAUNCH_AND_WAIT
+    assert [name for name in work if name != "cudaStreamIsCapturing"] == expected
     same(result, X[INDICES])
     work, result = work_of(fake, lambda: fake.gpuops.add(X, X, stream=stream))
-    assert [name for name in work if name != "cudaStreamIsCapturing"] == LAUNCH_AND_WAIT
+    assert [name for name in work if name != "cudaStreamIsCapturing"] == expected
     same(result, X + X)
+
+
+ORDERED = {
+    "gather": lambda gpuops, x, **options: gpuops.gather(x, INDICES, **options),
+    "add": lambda gpuops, x, **options: gpuops.add(x, X, **options),
+    "matmul": lambda gpuops, x, **options: gpuops.matmul(x.reshape(10, 100), M, **options),
+    "with gaps": lambda gpuops, x, **options: gpuops.add(x[::2], x[1::2], **options),
+    "one element": lambda gpuops, x, **options: gpuops.add(x[7:8], X, **options),
+    "weights": lambda gpuops, x, **options: gpuops.correlate(M, x[:9].reshape(3, 3), **options),
+    "in place": lambda gpuops, x, **options: added_up(gpuops, x[::2], **options),
+    "indices": lambda gpuops, x, **options: gpuops.gather(
+        TABLE, x.view("u4"), mode="wrap", **options
+    ),
+}
+M = np.eye(100, dtype="f4")
+TABLE = np.arange(4 << 20, dtype="u4")  # of which the range that is taken is looked for
+
+
+def added_up(gpuops, x, **options):
+    result = np.zeros(1000, "f4")
+    gpuops.scatter_add(result, INDICES[: len(x)], x, **options)
+    return result
+
+
+@pytest.mark.parametrize("name", ORDERED)
+@pytest.mark.parametrize("slab_bytes", [SLAB_BYTES, 0])
+def test_the_work_of_its_stream_comes_first(in_any_order, fake, name, slab_bytes):
+    """What that is still to write to page-locked memory is there when it is read."""
+    gpuops, library = in_any_order.gpuops, fake.fake.library
+    fake.fake.set_slab_bytes(slab_bytes)
+    x = fake.fake.page_locked(np.zeros_like(X))
+    stream, d = gpuops.Stream(), gpuops.to_device(X)
+    gpuops.synchronize(0)
+    for options in ({"stream": stream}, {}):
+        x[...] = 0
+        error = library.cudaMemcpyAsync(
+            *map(ctypes.c_void_p, (x.ctypes.data, d.ptr)), ctypes.c_size_t(X.nbytes), 2,
+            ctypes.c_void_p(stream.ptr),
+        )  # fmt: skip
+        assert error == 0
+        with contextlib.nullcontext() if options else stream:
+            same(ORDERED[name](gpuops, x, **options), ORDERED[name](gpuops, X))
+    library.cudaFreeHost(ctypes.c_void_p(x.ctypes.data))
+
+
+@pytest.mark.parametrize("name", ["gather", "add", "matmul"])
+def test_a_stream_that_cannot_be_waited_for(fake, name):
+    """Then nothing is begun."""
+    stream = fake.gpuops.Stream()
+    before = fake.fake.calls("cudaLaunchKernel")
+    for _ in range(3):
+        with (
+            fake.fake.fail(1, DEVICE_ERROR, "once", "cudaStreamSynchronize"),
+            pytest.raises(fake.gpuops.DeviceError, match="cudaStreamSynchronize"),
+        ):
+            ORDERED[name](fake.gpuops, X, stream=stream)
+        assert fake.fake.calls("cudaLaunchKernel") == before
 
 
 @pytest.mark.parametrize("more", [0, 1])
