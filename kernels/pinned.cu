@@ -298,22 +298,43 @@ static Status lock_span(Span *span, bool writable)
     return status;
 }
 
+/* With the lock: who comes next is not to take a span for locked that is not. Nobody holds it but
+ * the pin, and calls that were going on when it was made. */
+static void give_up(Span *span, Span **over)
+{
+    for (PinnedUse *use = spans.uses; use != NULL; use = use->next) {
+        if (!is_within(span, use->low, use->high)) continue;
+        span->references--;
+        __atomic_sub_fetch(&use->held, 1, __ATOMIC_RELAXED);
+    }
+    drop_references(span, 1, over);
+}
+
 static Status lock_gaps(Pin *pin, int device, bool writable)
 {
-    Span *fresh = NULL;
+    Span *fresh = NULL, *over = NULL;
     pthread_mutex_lock(&spans.lock);
     await_changes(pin->low, pin->high);
     Status status = fill_gaps(pin->low, pin->high, device, &fresh);
     (void)hold_spans(pin->low, pin->high);
     pin->last = spans.last;
     pthread_mutex_unlock(&spans.lock);
-    for (Span *span = fresh; span != NULL && status == STATUS_OK; span = span->also)
-        status = lock_span(span, writable);
+    Span *failed = fresh;
+    while (failed != NULL && status == STATUS_OK) {
+        status = lock_span(failed, writable);
+        if (status == STATUS_OK) failed = failed->also;
+    }
     if (fresh == NULL) return status;
     pthread_mutex_lock(&spans.lock);
-    for (Span *span = fresh; span != NULL; span = span->also) span->changing = false;
+    for (Span *span = fresh; span != failed; span = span->also) span->changing = false;
+    while (failed != NULL) {
+        Span *span = failed;
+        failed = span->also;
+        give_up(span, &over);
+    }
     pthread_cond_broadcast(&spans.changed);
     pthread_mutex_unlock(&spans.lock);
+    unlock_spans(over);
     return status;
 }
 

@@ -11,6 +11,7 @@ import io
 import mmap
 import sys
 import threading
+import time
 import weakref
 
 import numpy as np
@@ -591,6 +592,61 @@ def test_threads_pin_the_same_parts(fake):
     run_threads([functools.partial(work, seed) for seed in range(4)])
     gc.collect()
     assert locked_bytes(fake) == 0
+
+
+def test_threads_pin_what_cannot_be_locked(fake):
+    """The second one waits for the first, which fails, and then locks it itself."""
+    x, pins, errors, second = np.zeros(10_000, np.uint8), [], [], []
+
+    def pin():
+        try:
+            with fake.gpuops.device("cuda:1"):
+                pins.append(fake.gpuops.pin(x))
+        except MemoryError as error:
+            errors.append(error)
+
+    def visit(name, _):
+        if name == "cudaHostRegister" and not second:
+            second.append(threading.Thread(target=pin))
+            second[0].start()
+            time.sleep(0.2)
+        elif second and not errors and threading.current_thread() is not second[0]:
+            time.sleep(0.2)  # while the first one makes the other device current again
+
+    with (
+        fake.fake.fail(1, OUT_OF_MEMORY, "once", "cudaHostRegister") as fault,
+        fake.fake.visit(visit),
+    ):
+        pin()
+        second[0].join()
+    assert fault.reached and len(errors) == len(pins) == 1
+    assert is_locked(fake, x) and locked_bytes(fake) == x.nbytes
+    pins[0].release()
+    assert locked_bytes(fake) == 0
+
+
+def test_what_cannot_be_locked_beside_a_call_that_uses_it(fake):
+    """The call goes on without, and who comes next locks it."""
+    x, pins = np.arange(10_000.0), []
+
+    def visit(name, _):
+        if name != "cudaMemcpyAsync":
+            return
+        with (
+            fake.fake.fail(1, OUT_OF_MEMORY, "once", "cudaHostRegister"),
+            pytest.raises(MemoryError),
+        ):
+            fake.gpuops.pin(x)
+        assert locked_bytes(fake) == 0
+        pins.append(fake.gpuops.pin(x))
+        assert locked_bytes(fake) == x.nbytes
+
+    fake.fake.set_scheduler("lazy")
+    with fake.fake.visit(visit):
+        d = fake.gpuops.to_device(x)
+    same(d.to_host(), x)
+    pins[0].release()
+    assert len(pins) == 1 and locked_bytes(fake) == 0
 
 
 # pinned_empty.
