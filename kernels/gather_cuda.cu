@@ -491,7 +491,9 @@ static Status choose_parts(Gather *gather, int device, int64_t index_count, char
     return status;
 }
 
-static Status gather_on_current_device(const Call *call, Gather gather, int64_t index_count)
+/* *is_over: no work is going on any more on the memory of the host. */
+static Status gather_on_current_device(const Call *call, Gather gather, int64_t index_count,
+                                       bool *is_over)
 {
     const int64_t rows = gather.row_bytes > 0 ? gather_rows(gather) : 0;
     if (rows == 0 && (index_count == 0 || gather.mode != MODE_RAISE)) return STATUS_OK;
@@ -523,6 +525,7 @@ static Status gather_on_current_device(const Call *call, Gather gather, int64_t 
     /* Whatever happened, nothing may still be at work on the caller's memory. */
     const Failure first = status == STATUS_OK ? Failure() : *last_failure();
     const Status last = arena.is_over ? STATUS_OK : stream_drain(arena.stream);
+    *is_over = last == STATUS_OK;
     slot_give(call->device, arena.slot, status != STATUS_OK);
     if (arena.slab != NULL)
         slab_give(arena.slab, last == STATUS_OK);
@@ -541,10 +544,9 @@ Status gather_on_cuda(const Call *call, const Gather &gather, int64_t index_coun
     const View *const views[] = {&call->inputs[0], &call->inputs[1], &call->out};
     PinnedUse uses[3];
     for (int i = 0; i < 3; i++) pinned_hold(views[i], &uses[i]);
+    bool is_over = true;
     status = await_named_stream(call);
-    if (status == STATUS_OK) status = gather_on_current_device(call, gather, index_count);
-    const bool is_over =
-        status == STATUS_OK || status == STATUS_INDEX_ERROR || status == STATUS_INTERRUPTED;
+    if (status == STATUS_OK) status = gather_on_current_device(call, gather, index_count, &is_over);
     for (int i = 0; i < 3; i++) pinned_let_go(&uses[i], call->device, is_over);
     device_leave(call->device, previous);
     return status;

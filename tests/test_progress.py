@@ -371,3 +371,40 @@ def test_keyboard_interrupt(fake_device, name):
     shape, call = LONG_CALLS[name]
     source = INTERRUPTED.replace("SHAPE", shape).replace("CALL", call)
     assert run_child(fake_device.gpuops, source) == "done\n"
+
+
+# As long a call, on a table that the GPU reads in place.
+RELEASED_MEANWHILE = """
+gpuops.memory_limit(gpuops.memory_info(0).used + 20_000)
+fake.set_scheduler("lazy")
+pin, faults = gpuops.pin(x), []
+
+def release(*_):
+    for name in ("cudaStreamSynchronize", "cudaDeviceSynchronize"):
+        faults.append(fake.fail(1, 999, "from then on", name))
+        faults[-1].__enter__()
+    pin.release()
+    raise KeyboardInterrupt
+
+signal.signal(signal.SIGALRM, release)
+signal.setitimer(signal.ITIMER_REAL, 0.05)
+try:
+    while True:
+        gpuops.gather(x, indices, out=out, device="cuda:0")
+except KeyboardInterrupt:
+    print(fake.live().registered_bytes == x.nbytes)
+for fault in faults:
+    fault.__exit__(None, None, None)
+gpuops.empty_cache()
+assert fake.live().registered_bytes == 0 and fake.take_misuse() == ""
+"""
+
+
+def test_what_an_interrupted_call_may_be_at_stays_page_locked(fake_device, tmp_path):
+    """Where nobody can be made to wait for it, until somebody has waited for the device."""
+    prepared, _ = WINDOWS.split("def interrupt():")
+    prepared = prepared.replace("OUT", "np.zeros((160_000, 100), 'f4')")
+    prepared = prepared.replace("80_000, ", "320_000, ").replace("8_000_000", "32_000_000")
+    source = prepared + RELEASED_MEANWHILE
+    folder = str(tmp_path)
+    assert run_child(fake_device.gpuops, source, GPUOPS_CACHE_DIR=folder) == "True\n"
