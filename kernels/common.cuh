@@ -107,6 +107,9 @@ bool runtime_is_lost(void);
 enum { MAX_DEVICES = 64 };
 /* At the end of the process, and after a fork, what is left is left to the driver. */
 bool runtime_is_leaving(void);
+/* This process was forked from one that used CUDA: in the middle of a call, if the caller has done
+ * it who looked after that. Then the workers, and whoever may have had a lock, are the parent's. */
+bool runtime_is_forked(void);
 
 /* stream.cu */
 enum { FREE_LISTS = 14 };

@@ -522,6 +522,7 @@ static Status gather_on_current_device(const Call *call, Gather gather, int64_t 
     if (status == STATUS_OK && gather.mode == MODE_RAISE && (rows == 0 || arena.bytes < whole))
         status = check_all_indices(gather, &arena, index_count);
     if (status == STATUS_OK && rows > 0) status = gather_tiles(&arena, gather);
+    if (runtime_is_forked()) return status;
     /* Whatever happened, nothing may still be at work on the caller's memory. */
     const Failure first = status == STATUS_OK ? Failure() : *last_failure();
     const Status last = arena.is_over ? STATUS_OK : stream_drain(arena.stream);
@@ -547,6 +548,7 @@ Status gather_on_cuda(const Call *call, const Gather &gather, int64_t index_coun
     bool is_over = true;
     status = await_named_stream(call);
     if (status == STATUS_OK) status = gather_on_current_device(call, gather, index_count, &is_over);
+    if (runtime_is_forked()) return status;
     for (int i = 0; i < 3; i++) pinned_let_go(&uses[i], call->device, is_over);
     device_leave(call->device, previous);
     return status;

@@ -283,6 +283,7 @@ static Status open_windows(HostTable *table, int64_t bytes, int count)
  * buffers are not used again before it is over. */
 static Status close_windows(HostTable *table, Status status)
 {
+    if (runtime_is_forked()) return status;
     const Failure first = status == STATUS_OK ? Failure() : *last_failure();
     Status last = STATUS_OK;
     if (table->lanes != NULL) {
@@ -397,6 +398,7 @@ Status gather_host_table(Call *call, const Gather &gather, int64_t index_count)
     PinnedUse use;
     pinned_hold(&call->inputs[0], &use);
     Status status = gather_described(&table);
+    if (runtime_is_forked()) return status;
     const Failure first = status == STATUS_OK ? Failure() : *last_failure();
     Status last = STATUS_OK;
     /* Of a table that somebody else has locked in part, the range may be locked. */

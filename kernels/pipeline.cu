@@ -447,6 +447,7 @@ static Status drain_lanes(Pipeline *pipeline)
 
 static Status close_pipeline(Pipeline *pipeline, Status status)
 {
+    if (runtime_is_forked()) return status;
     if (pipeline->traffic != NULL) status = traffic_close(pipeline->traffic, status);
     const Failure first = status == STATUS_OK ? Failure() : *last_failure();
     if (pipeline->lanes != NULL) {
@@ -495,6 +496,7 @@ Status run_parts(Parts *parts)
     bool again;
     do status = try_parts(parts, &again);
     while (again && parts->shrink != NULL && parts->shrink(parts));
+    if (runtime_is_forked()) return status;
     for (int k = 0; k <= call->input_count; k++)
         pinned_let_go(&uses[k], call->device, status == STATUS_OK);
     /* All that was queued on the stream before is done as well. */

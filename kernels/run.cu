@@ -155,6 +155,7 @@ static Status run_in_order(Call *call)
         status = call->elementwise ? convert_on_device(&out, &call->out, stream)
                                    : copy_on_device(&out, &call->out, stream);
 
+    if (runtime_is_forked()) return status;
     /* What was queued before a failure is ordered all the same. */
     const Failure first = status == STATUS_OK ? Failure() : *last_failure();
     Status last = end_writing(&out, stream);

@@ -213,6 +213,11 @@ bool runtime_is_leaving(void)
     return cuda.forked || __atomic_load_n(&cuda.leaving, __ATOMIC_RELAXED);
 }
 
+bool runtime_is_forked(void)
+{
+    return cuda.forked;
+}
+
 void runtime_shut_down(void)
 {
     __atomic_store_n(&cuda.leaving, true, __ATOMIC_RELAXED);
@@ -248,7 +253,7 @@ int cuda_driver_version(void)
 
 void device_leave(int device, int previous)
 {
-    if (previous != device) cuda_ignore(cudaSetDevice(previous));
+    if (previous != device && !cuda.forked) cuda_ignore(cudaSetDevice(previous));
 }
 
 Status device_enter(int device, int *previous)

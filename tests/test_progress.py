@@ -408,3 +408,74 @@ def test_what_an_interrupted_call_may_be_at_stays_page_locked(fake_device, tmp_p
     source = prepared + RELEASED_MEANWHILE
     folder = str(tmp_path)
     assert run_child(fake_device.gpuops, source, GPUOPS_CACHE_DIR=folder) == "True\n"
+
+
+# Whoever is asked may fork, and go on in the child: the workers of the call are missing there, and
+# whoever had a lock, and the GPU.
+FORKED = """
+import sys, warnings
+from test_progress import Ended
+
+warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of forks beside threads.
+fake.set_ring_divisor(64)
+fake.set_part_bytes(256 << 10)
+large, number, in_parent = np.ones(16 << 20, "f4"), np.arange(1 << 19), True
+
+def fork(*_):
+    global in_parent, forked_in, calls
+    child = os.fork()
+    if child:
+        children.append(child)
+        return
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(20)
+    children.clear()
+    in_parent, forked_in, calls = False, turn, fake.calls()
+    raise_or_return
+
+in_time, children, turn = 0, [], 0
+signal.signal(signal.SIGALRM, fork)
+signal.setitimer(signal.ITIMER_REAL, 0.15, 0.15)
+while in_time < 2:
+    turn += 1
+    try:
+        CALL
+    except (gpuops.ForkedProcessError, Ended):
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        assert not in_parent and fake.calls() == calls
+        assert (gpuops.add(number, number, device="cpu") == 2 * number).all()
+        os._exit(0 if turn == forked_in else 4)  # 4: between two calls
+    while children:
+        status = os.waitstatus_to_exitcode(os.waitpid(children.pop(), 0)[1])
+        assert status in (0, 4), status
+        in_time += status == 0
+signal.signal(signal.SIGALRM, signal.SIG_IGN)
+print("done")
+"""
+
+FORKED_CALLS = {
+    "parts": ("None", "gpuops.add(large, large, device='cuda:0')"),
+    "windows": (
+        "gpuops.to_device(np.zeros((2_000, 100), 'f4'))",
+        "gpuops.gather(x, indices, out=out, device='cuda:0')",
+    ),
+    "tiles": (
+        "np.zeros((2_000, 100), 'f4')",
+        "gpuops.gather(x, indices, out=out, device='cuda:0')",
+    ),
+}
+
+
+@pytest.mark.not_under_tsan("dies where a forked child starts threads")
+@pytest.mark.parametrize("raises", [False, True])
+@pytest.mark.parametrize("name", FORKED_CALLS)
+def test_fork_in_the_middle_of_a_call(fake_device, tmp_path, name, raises):
+    out, call = FORKED_CALLS[name]
+    few_rows = WINDOWS.replace("80_000, 2", "80_000, 40")
+    prepared, _ = few_rows.replace("OUT", out).split("def interrupt():")
+    if name == "parts":
+        prepared = prepared.replace("gpuops.memory_limit", "(lambda _: None)")
+    source = prepared + FORKED.replace("raise_or_return", "raise Ended" * raises or "return")
+    source = source.replace("CALL", call)
+    environment = {"GPUOPS_NUM_THREADS": "3", "GPUOPS_CACHE_DIR": str(tmp_path)}
+    assert run_child(fake_device.gpuops, source, **environment) == "done\n"
