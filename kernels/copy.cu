@@ -282,7 +282,12 @@ static Status upload(const View *target, const View *source, Stream *stream)
     const Box box = box_of(source);
     PinnedUse use;
     pinned_hold(source, &use);
-    Status status = box_upload(box, 0, box_items(box), target->data, stream->handle);
+    Status status = STATUS_OK;
+    /* It is the CPU that packs it, after what the stream is still to write there. */
+    if (!view_is_packed(source) && (pinned_is_held(&use) || host_memory_is_pinned(source->data)))
+        status = stream_drain(stream->handle);
+    if (status == STATUS_OK)
+        status = box_upload(box, 0, box_items(box), target->data, stream->handle);
     const Failure first = status == STATUS_OK ? Failure() : *last_failure();
     Status last = STATUS_OK;
     if (pinned_is_held(&use) || host_memory_is_pinned(source->data))

@@ -397,7 +397,11 @@ Status gather_host_table(Call *call, const Gather &gather, int64_t index_count)
     table.index_count = index_count;
     PinnedUse use;
     pinned_hold(&call->inputs[0], &use);
-    Status status = gather_described(&table);
+    /* Where the CPU reads the table, that comes after what the stream is still to write there. */
+    Status status = STATUS_OK;
+    if (pinned_is_held(&use) || host_memory_is_pinned(call->inputs[0].data))
+        status = stream_drain(call->stream->handle);
+    if (status == STATUS_OK) status = gather_described(&table);
     if (runtime_is_forked()) return status;
     const Failure first = status == STATUS_OK ? Failure() : *last_failure();
     Status last = STATUS_OK;

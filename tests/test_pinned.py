@@ -649,6 +649,37 @@ def test_what_cannot_be_locked_beside_a_call_that_uses_it(fake):
     assert len(pins) == 1 and locked_bytes(fake) == 0
 
 
+ON_THE_GPU = {
+    "contiguous": lambda gpuops, x, d: gpuops.to_device(x, stream=d.stream),
+    "with gaps": lambda gpuops, x, d: gpuops.to_device(x[::2], stream=d.stream),
+    "transposed": lambda gpuops, x, d: gpuops.to_device(x.reshape(100, -1).T, stream=d.stream),
+    "large": lambda gpuops, x, d: gpuops.to_device(x.reshape(2, -1)[:, 5:-5], stream=d.stream),
+    "operand": lambda gpuops, x, d: gpuops.add(d[:5], x[5:10]),
+    "operand with gaps": lambda gpuops, x, d: gpuops.add(d[:5], x[5:0:-1]),
+    "table": lambda gpuops, x, d: gpuops.gather(x, FIVE, out=d[:5]),
+    "table with gaps": lambda gpuops, x, d: gpuops.gather(x[::2], FIVE, out=d[:5]),
+}
+FIVE = np.array([400, 3, -1, 12, -7])
+
+
+@pytest.mark.parametrize("size", [1000, 2_000_000])
+@pytest.mark.parametrize("name", ON_THE_GPU)
+def test_the_work_of_the_stream_comes_first(in_any_order, fake, name, size):
+    """What that is still to write to page-locked memory is there when it is read."""
+    gpuops, values = fake.gpuops, np.arange(float(size))
+    d = gpuops.to_device(values, stream=gpuops.Stream())
+    x = gpuops.pinned_empty(size, "f8")
+    x[...] = 0
+    d.stream.synchronize()
+    error = fake.fake.library.cudaMemcpyAsync(
+        *map(ctypes.c_void_p, (x.ctypes.data, d.ptr)), ctypes.c_size_t(x.nbytes), 2,
+        ctypes.c_void_p(d.stream.ptr),
+    )  # fmt: skip
+    assert error == 0
+    found = ON_THE_GPU[name](gpuops, x, d).to_host()
+    same(found, ON_THE_GPU[name](gpuops, values, d).to_host())
+
+
 # pinned_empty.
 
 
