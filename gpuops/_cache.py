@@ -15,7 +15,6 @@ import errno
 import hashlib
 import os
 import re
-import secrets
 import stat
 import time
 import warnings
@@ -168,7 +167,7 @@ def _contents(file: int) -> bytes:
 
 
 def _write(folder: int, name: str, entry: bytes) -> None:
-    temporary = f".{name.partition('.')[0]}.{secrets.token_hex(8)}.tmp"
+    temporary = f".{name.partition('.')[0]}.{os.urandom(8).hex()}.tmp"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     file = os.open(temporary, flags, 0o600, dir_fd=folder)
     try:

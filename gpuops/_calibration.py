@@ -2,8 +2,9 @@
 
 The C core runs the operators on the CPU and the GPU and times them; of products of matrices, which
 are NumPy's on the CPU, NumPy is timed here. An entry counts only for the machine that it was
-measured on: the processor, the threads that may be used, the GPU, the driver, and the versions of
-gpuops and NumPy are its key.
+measured on: the processor, the threads that may be used, the GPU and its number, the driver, what
+the environment says of all these, and the versions of gpuops, NumPy, its BLAS and the C library are
+its key.
 """
 
 import contextlib
@@ -20,11 +21,17 @@ from . import _cache, _core
 # Matrices that take SMALL_SUMS, LARGE_SUMS and FAR_SUMS multiplications (kernels/gpuops.h).
 _SIDES = {"small": 64, "large": 256, "far": 813}
 _INTEGERS = 64
-_REPEATS = 4
-_ENOUGH_SECONDS = 5e-3
+_MOST_RUNS = 4
+_ENOUGH_SECONDS = 1e-3
+# What takes as long as this is hardly disturbed, and runs once.
+_LONG_SECONDS = 10e-3
 
-# What decides with how many threads NumPy multiplies.
-_BLAS_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+# What decides with how many threads NumPy multiplies, which GPU has which number, and whether
+# copies have page-locked buffers.
+_VARIABLES = (
+    "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS",
+    "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "GPUOPS_PINNED_LIMIT",
+)  # fmt: skip
 
 
 def calibrate(ordinal: int) -> None:
@@ -53,11 +60,26 @@ def _machine(ordinal: int) -> list[bytes]:
     """Name all that the rates depend on."""
     facts = _core._config()
     found = [
-        facts["version"], numpy.__version__, _processor(), facts["cpu_threads"],
-        [os.environ.get(name) for name in _BLAS_VARIABLES], facts["cuda_build"],
-        facts["cuda_driver"], _core._device_info(ordinal) if ordinal >= 0 else None,
+        facts["version"], numpy.__version__, _blas(), _c_library(), _processor(),
+        facts["cpu_threads"], len(os.sched_getaffinity(0)),
+        [os.environ.get(name) for name in _VARIABLES], facts["cuda_build"], facts["cuda_driver"],
+        ordinal, _core._device_info(ordinal) if ordinal >= 0 else None,
     ]  # fmt: skip
     return [b"calibration", *(repr(fact).encode() for fact in found)]
+
+
+def _blas() -> object:
+    """Name what multiplies for NumPy: the same version comes with one or another."""
+    with contextlib.suppress(AttributeError, KeyError, TypeError):
+        found = numpy.show_config(mode="dicts")["Build Dependencies"]["blas"]
+        return found["name"], found.get("version")
+    return None
+
+
+def _c_library() -> str | None:
+    with contextlib.suppress(OSError, ValueError):
+        return os.confstr("CS_GNU_LIBC_VERSION")
+    return None
 
 
 def _processor() -> str:
@@ -86,14 +108,17 @@ def _add_products(rates: dict[str, float]) -> None:
 
 
 def _seconds_of_product(matrix: numpy.ndarray) -> float:
-    """Return how long one multiplication takes, with its addition."""
+    """Return how long one multiplication takes, with its addition, in the way of csrc/matmul.c."""
+    multiply = numpy.dot if matrix.dtype.kind == "f" else numpy.matmul
     out = numpy.empty_like(matrix)
-    return _fastest(lambda: numpy.matmul(matrix, matrix, out)) / len(matrix) ** 3
+    return _fastest(lambda: multiply(matrix, matrix, out)) / len(matrix) ** 3
 
 
 def _fastest(call: Callable[[], object]) -> float:
     times: list[float] = []
-    while len(times) < 2 or (len(times) < _REPEATS and sum(times) < _ENOUGH_SECONDS):
+    for run in range(_MOST_RUNS):
+        if sum(times) >= (_LONG_SECONDS if run == 1 else _ENOUGH_SECONDS):
+            break
         started = time.perf_counter()
         call()
         times.append(time.perf_counter() - started)

@@ -553,6 +553,22 @@ assert gpuops.explain("add", x, x).chosen.seconds is not None and kept() == befo
     assert child(again) == ""
 
 
+def test_products_are_timed_in_the_way_that_calls_take(child):
+    child("""
+seen = set()
+def watch(name):
+    function = getattr(np, name)
+    def call(a, b, out):
+        seen.add((name, a.dtype.kind))
+        return function(a, b, out)
+    setattr(np, name, call)
+watch("dot")
+watch("matmul")
+calibration._add_products(rates)
+assert seen == {("dot", "f"), ("matmul", "i")}, seen
+""")
+
+
 @pytest.mark.parametrize(
     "entry",
     [b"", b"{}", b"[1]", b"\xff", b"null", b'{"add.start": 1.0}', "negative", "text", "of another"],
@@ -590,8 +606,20 @@ for name in ("version", "cpu_threads", "cuda_build", "cuda_driver"):
     calibration._core._config = lambda: {**facts, name: "another"}
     keys.add(key())
 calibration._core._config = real
-os.environ["OMP_NUM_THREADS"] = "77"
+for name in ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "GPUOPS_PINNED_LIMIT"):
+    os.environ[name] = "77"
+    keys.add(key())
+affinity = os.sched_getaffinity
+os.sched_getaffinity = lambda process: range(77)
 keys.add(key())
+os.sched_getaffinity = affinity
+for name in ("_blas", "_c_library"):
+    real = getattr(calibration, name)
+    assert real()
+    setattr(calibration, name, lambda: "another")
+    keys.add(key())
+    setattr(calibration, name, real)
+keys.add(cache.key_of(calibration._machine(1)))
 processor = calibration._processor
 assert processor()
 calibration._processor = lambda: "another"
@@ -599,7 +627,7 @@ keys.add(key())
 info = calibration._core._device_info
 calibration._core._device_info = lambda ordinal: ("another", *info(ordinal)[1:])
 keys.add(key())
-assert len(keys) == 8, len(keys)
+assert len(keys) == 14, len(keys)
 """)
 
 
