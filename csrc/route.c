@@ -217,13 +217,23 @@ static PyObject *explain(PyObject *module, PyObject *const *args, Py_ssize_t cou
 
 typedef struct Measuring {
     int device;
-    double rates[RATES];
+    double rates[RATES], steps[STEPS];
 } Measuring;
+/* Seconds of the last measuring on each thread. */
+static _Thread_local double last_steps[STEPS];
 
 static Status measure(void *context)
 {
     Measuring *measuring = context;
-    return machine_measure(measuring->device, measuring->rates);
+    return machine_measure(measuring->device, measuring->rates, measuring->steps);
+}
+
+static int add_number(PyObject *dict, const char *name, double number)
+{
+    PyObject *value = PyFloat_FromDouble(number);
+    const int status = value == NULL ? -1 : PyDict_SetItemString(dict, name, value);
+    Py_XDECREF(value);
+    return status;
 }
 
 static PyObject *measure_rates(PyObject *module, PyObject *object)
@@ -233,16 +243,23 @@ static PyObject *measure_rates(PyObject *module, PyObject *object)
     Status status = without_gil(measure, &measuring);
     if (status != STATUS_OK)
         return raise_status(PyModule_GetState(module), status, "calibrate", measuring.device);
+    memcpy(last_steps, measuring.steps, sizeof last_steps);
     PyObject *rates = PyDict_New();
-    for (int i = 0; i < RATES && rates != NULL; i++) {
-        char name[64];
-        PyObject *value = PyFloat_FromDouble(measuring.rates[i]);
-        if (value == NULL ||
-            PyDict_SetItemString(rates, rate_name(i, name, sizeof name), value) < 0)
+    char name[64];
+    for (int i = 0; i < RATES && rates != NULL; i++)
+        if (add_number(rates, rate_name(i, name, sizeof name), measuring.rates[i]) < 0)
             Py_CLEAR(rates);
-        Py_XDECREF(value);
-    }
     return rates;
+}
+
+static PyObject *measured_steps(PyObject *module, PyObject *unused)
+{
+    (void)module;
+    (void)unused;
+    PyObject *steps = PyDict_New();
+    for (int i = 0; i < STEPS && steps != NULL; i++)
+        if (add_number(steps, step_name(i), last_steps[i]) < 0) Py_CLEAR(steps);
+    return steps;
 }
 
 static int read_rate(PyObject *given, int rate, double *value)
@@ -284,6 +301,9 @@ PyMethodDef route_methods[] = {
      "_measure_rates($module, ordinal, /)\n--\n\n"
      "Measure this machine with a GPU, or with -1 without one; a dict, in which what was not\n"
      "measured is 0."},
+    {"_measured_steps", measured_steps, METH_NOARGS,
+     "_measured_steps($module)\n--\n\n"
+     "Seconds that each step of this thread's last _measure_rates took; a dict."},
     {"_tell_rates", tell_rates, METH_VARARGS,
      "_tell_rates($module, ordinal, rates, /)\n--\n\n"
      "Let the cost model have rates, if it waits for them; ValueError if they are not usable."},

@@ -438,8 +438,8 @@ enum {
     RATE_UP_LOCKED,                                      /* and of these from page-locked memory */
     RATE_DOWN_SMALL,
     RATE_DOWN_LARGE,
-    RATE_BOTH_WAYS, /* of copies up and down at the same time, the part of the shorter one that
-                     * comes on top of the longer one */
+    RATE_BOTH_WAYS,  /* of copies up and down at the same time, the part of the shorter one that
+                      * comes on top of the longer one */
     RATES
 };
 /* The calls that were measured: elements of float32 in an operand, and of a table that is read in
@@ -464,9 +464,26 @@ bool machine_claim(int device, bool again);
 void machine_tell(int device, Measured measured, const double rates[RATES]);
 /* STATUS_VALUE_ERROR where a rate is no positive number. */
 Status machine_check(const double rates[RATES]);
-/* Measures the rates, all but those of products of matrices on the CPU, which are left as they are.
- */
-Status machine_measure(int device, double rates[RATES]);
+/* Measures the rates, all but those of products of matrices on the CPU, which are 0 then. The steps
+ * in which that is done (measure.cu) are for those who look where its time goes: seconds, or 0 of
+ * what there was no need for. */
+enum {
+    STEP_MEMORY,
+    STEP_CPU_SMALL,
+    STEP_CPU_LARGE,
+    STEP_CPU_FAR,
+    STEP_DEVICE,
+    STEP_UP,
+    STEP_DOWN,
+    STEP_LOCKED,
+    STEP_KERNELS,
+    STEP_STARTS,
+    STEP_BOTH_WAYS,
+    STEP_ON_GPU,
+    STEPS
+};
+Status machine_measure(int device, double rates[RATES], double steps[STEPS]);
+const char *step_name(int step);
 
 /* Whether a call takes less on the CPU than it takes to let other threads of Python go on. */
 bool call_is_brief(const Call *call);

@@ -1,10 +1,30 @@
-/* How fast this machine is, for the cost model of route.c: each operator is run on arrays of two
- * sizes on the CPU, and what is bound by memory on arrays that no cache holds; on the GPU on arrays
- * that are there, and on small ones that come from the host; and there are a few copies, up, down
- * and both at a time. It takes some tens of milliseconds.
+/* How fast this machine is, for the cost model of route.c: operators are run on arrays of two sizes
+ * on the CPU, and additions and gathers on arrays that no cache holds; on the GPU on arrays that
+ * are there, and on small ones that come from the host; and there are a few copies, up, down and
+ * both at a time.
  *
- * Of products of matrices only a small one is run, of integers, which are our own kernels' work: on
- * the CPU they are NumPy's, and those of floats on the GPU may be that of a library that takes long
+ * The first call waits for all this, which is to take less than 100 ms, so each step has a budget:
+ * what it moves in all, and what that takes on a host with 16 cores, whose memory gives 70 GB/s and
+ * which locks pages at 3 GB/s, and on an H200 behind a bus of 50 GB/s. benchmarks/bench_calibration
+ * shows what it did take.
+ *
+ *     step        what is done                                                  MiB   ms
+ *     memory      is taken, and cleared                                         150    6
+ *     cpu_small   8 operators, 6 runs of some 10 us each                         15    1
+ *     cpu_large   the same, 2 or 3 runs of 0.2 to 1.6 ms each                  1600   15
+ *     cpu_far     additions and rows, 3 runs each of 1.5 and of 0.5 ms          550    7
+ *     device      a stream, and memory there that is cleared                     20    2
+ *     up          copies of 4 KiB, 256 KiB and 16 MiB; a ring is locked          80   13
+ *     down        the same, through that ring                                    50    2
+ *     locked      4 MiB are locked, and sent up                                  25    2
+ *     kernels     each operator once, which loads its kernels                    20   15
+ *     starts      9 operators on arrays from the host, 6 runs of 60 us each      25    4
+ *     both_ways   48 MiB up and down, 2 runs; another ring is locked            200   16
+ *     on_gpu      8 operators, 6 runs of one call and 6 of five in a row          -    4
+ *
+ * Of those that do the same work only one is run. Of products of matrices only a small one is, of
+ * integers, which are our own kernels' work: on the CPU they are NumPy's, which _calibration.py
+ * times in some 4 ms more, and those of floats on the GPU may be that of a library that takes long
  * to open. There the number of multiprocessors and their clock tell.
  */
 #include "common.cuh"
@@ -12,7 +32,6 @@
 
 #include <math.h>
 #include <stdlib.h>
-#include <sys/mman.h>
 #include <time.h>
 
 /* A call: elements of float32 in each operand, of which a table may have more; the rows that are
@@ -22,36 +41,50 @@ struct Size {
     int64_t items, table, rows, image;
 };
 
-constexpr int64_t WEIGHTS = 5, GPU_ITEMS = 1 << 20;
+constexpr int64_t WEIGHTS = 5, GPU_ITEMS = 1 << 20, FAR_ROWS = 512 << 10;
 constexpr Size SMALL = {SMALL_ITEMS, SMALL_ITEMS, SMALL_ITEMS / 2, 102}; /* SMALL_SUMS */
 constexpr Size LARGE = {LARGE_ITEMS, LARGE_ITEMS, LARGE_ITEMS / 2, 819}; /* LARGE_SUMS */
-constexpr Size FAR = {FAR_ITEMS, FAR_TABLE_ITEMS, 512 << 10, 0};
+constexpr Size FAR = {FAR_ITEMS, FAR_TABLE_ITEMS, FAR_ROWS, 0};
 constexpr Size ON_GPU = {GPU_ITEMS, GPU_ITEMS, GPU_ITEMS / 2, 1024};
 /* More than a slab has room for: calls that go through one begin sooner, but seldom pay on a GPU.
  */
 constexpr Size BRIEF = {24 << 10, 24 << 10, 12 << 10, 152};
 constexpr int64_t TINY_COPY_BYTES = 4 << 10, SHORT_COPY_BYTES = 256 << 10,
-                  LONG_COPY_BYTES = 16 << 20;
-constexpr int64_t LARGE_BYTES = LARGE_ITEMS * (int64_t)sizeof(float);
-constexpr int AREAS = GPUOPS_MAX_INPUTS + 2; /* operands, the result, and indices or weights */
+                  LONG_COPY_BYTES = 16 << 20, LOCKED_COPY_BYTES = 4 << 20;
+constexpr int64_t HUGE_PAGE_BYTES = 2 << 20;
+constexpr int OPERANDS = GPUOPS_MAX_INPUTS + 1; /* and the result */
 
-constexpr int MOST_REPEATS = 3;
-constexpr double ENOUGH_SECONDS = 5e-3; /* for one figure */
+/* A figure is the best of some runs. */
+constexpr int LEAST_RUNS = 2, MOST_RUNS = 6;
+constexpr double ENOUGH_SECONDS = 1e-3;
 /* What else disturbs a call is none of the copies' doing. */
 constexpr double LEAST_SHARE = 1e-3, MOST_SHARE = 2;
 
-/* Memory on the host or on the device, with room for an operand in each area. */
+/* Memory on the host or on the device for the operands of a call, one operand after the other. */
 struct Areas {
-    char *data;
-    int64_t bytes; /* of an area */
+    char *operands;
+    int64_t bytes; /* from one to the next */
+    char *out, *indices, *weights;
     int device;
     Stream *stream;
 };
 
-static char *area_of(const Areas &areas, int area)
-{
-    return areas.data + area * areas.bytes;
-}
+/* What is taken on the host is a table that no cache holds, of which all other operands take parts;
+ * the result of additions lies between theirs. Behind it is what goes with that table. */
+constexpr int64_t LARGE_BYTES = LARGE_ITEMS * (int64_t)sizeof(float),
+                  FAR_BYTES = FAR_ITEMS * (int64_t)sizeof(float),
+                  FAR_TABLE_BYTES = FAR_TABLE_ITEMS * (int64_t)sizeof(float),
+                  GPU_BYTES = GPU_ITEMS * (int64_t)sizeof(float);
+constexpr int64_t LARGE_INDEX_BYTES = LARGE_ITEMS / 2 * (int64_t)sizeof(int64_t),
+                  FAR_ROW_BYTES = FAR_ROWS * (int64_t)sizeof(float),
+                  FAR_INDEX_BYTES = FAR_ROWS * (int64_t)sizeof(int64_t),
+                  GPU_INDEX_BYTES = GPU_ITEMS / 2 * (int64_t)sizeof(int64_t),
+                  WEIGHT_BYTES = 4 << 10;
+static_assert(3 * FAR_BYTES <= FAR_TABLE_BYTES &&
+                  OPERANDS * LARGE_BYTES + LARGE_INDEX_BYTES <= FAR_TABLE_BYTES,
+              "");
+static_assert(LONG_COPY_BYTES <= OPERANDS * LARGE_BYTES && LONG_COPY_BYTES <= OPERANDS * GPU_BYTES,
+              "");
 
 static double now(void)
 {
@@ -60,30 +93,39 @@ static double now(void)
     return (double)time.tv_sec + 1e-9 * (double)time.tv_nsec;
 }
 
-/* The shortest time of some runs after the first one, which brings memory into the caches, and
- * kernels to the GPU. */
+/* The shortest time of some runs: the first one may bring memory into the caches. */
 template <class Function>
 static Status fastest(const Function &function, double *seconds)
 {
     const double begun = now();
     *seconds = 0;
-    for (int i = 0; i <= MOST_REPEATS; i++) {
+    for (int i = 0; i < MOST_RUNS; i++) {
         const double started = now();
         Status status = function();
         if (status != STATUS_OK) return status;
         const double ended = now(), taken = fmax(ended - started, 1e-9); /* no rate is zero */
-        if (i > 0 && (*seconds == 0 || taken < *seconds)) *seconds = taken;
-        if (i > 0 && ended - begun > ENOUGH_SECONDS) break;
+        if (i == 0 || taken < *seconds) *seconds = taken;
+        if (i + 1 >= LEAST_RUNS && ended - begun > ENOUGH_SECONDS) break;
     }
     return STATUS_OK;
 }
 
+/* A step, and what it takes. */
+template <class Function>
+static Status timed(double *seconds, const Function &function)
+{
+    const double started = now();
+    const Status status = function();
+    *seconds = now() - started;
+    return status;
+}
+
 /* Arguments that an operator takes, by the names in its signature. */
 
-static View view_of(const Areas &areas, int area, Dtype dtype, int ndim, const int64_t *shape)
+static View view_of(const Areas &areas, char *data, Dtype dtype, int ndim, const int64_t *shape)
 {
     View view;
-    view.data = area_of(areas, area);
+    view.data = data;
     view.device = areas.device;
     view.stream = areas.stream;
     view.memory = NULL;
@@ -102,8 +144,13 @@ static bool is_named(const char *at, size_t length, const char *name)
     return strlen(name) == length && memcmp(at, name, length) == 0;
 }
 
-/* The operands of a call. False: they are matrices. The table of a call in place ends where the
- * result of others does. */
+static char *operand_in(const Areas &areas, int i)
+{
+    return areas.operands + i * areas.bytes;
+}
+
+/* The operands of a call. False: they are matrices. What a call in place changes is where others
+ * have their result. */
 static bool fill_operands(const Areas &areas, const Size &size, Call *call)
 {
     const bool in_place = strstr(call->op->signature, " out=") == NULL &&
@@ -123,22 +170,21 @@ static bool fill_operands(const Areas &areas, const Size &size, Call *call)
         if (is_named(at, length, "b")) return false;
         View view;
         if (is_named(at, length, "indices"))
-            view = view_of(areas, AREAS - 1, DTYPE_INT64, 1, &size.rows);
+            view = view_of(areas, areas.indices, DTYPE_INT64, 1, &size.rows);
         else if (is_named(at, length, "values"))
-            view = view_of(areas, 0, DTYPE_FLOAT32, 1, &size.rows);
+            view = view_of(areas, areas.operands, DTYPE_FLOAT32, 1, &size.rows);
         else if (is_named(at, length, "weights"))
-            view = view_of(areas, AREAS - 1, DTYPE_FLOAT32, 2, weights);
+            view = view_of(areas, areas.weights, DTYPE_FLOAT32, 2, weights);
         else if (filters)
-            view = view_of(areas, call->input_count, DTYPE_FLOAT32, 2, image);
+            view = view_of(areas, operand_in(areas, call->input_count), DTYPE_FLOAT32, 2, image);
         else
-            view = view_of(areas, call->input_count, DTYPE_FLOAT32, 1,
+            view = view_of(areas, operand_in(areas, call->input_count), DTYPE_FLOAT32, 1,
                            takes_rows ? &size.table : &size.items);
         view_copy(is_first && in_place ? &call->out : &call->inputs[call->input_count++], &view);
         is_first = false;
         at += length;
     }
-    const int64_t beyond = (size.table - size.items) * (int64_t)sizeof(float);
-    if (in_place) call->out.data = area_of(areas, AREAS - 2) - beyond;
+    if (in_place) call->out.data = areas.out;
     return true;
 }
 
@@ -147,7 +193,7 @@ static void fill_matrices(const Areas &areas, const Size &size, Call *call)
     const int64_t shape[] = {size.image, size.image};
     call->input_count = 2;
     for (int i = 0; i < 2; i++) {
-        View view = view_of(areas, i, DTYPE_INT32, 2, shape);
+        View view = view_of(areas, operand_in(areas, i), DTYPE_INT32, 2, shape);
         view_copy(&call->inputs[i], &view);
     }
 }
@@ -165,26 +211,38 @@ static Status prepare(const Operator *op, const Areas &areas, const Size &size, 
     if (!*is_known) fill_matrices(areas, size, call);
     Status status = op->plan(call);
     if (status != STATUS_OK || call->in_place) return status;
-    View out = view_of(areas, AREAS - 2, call->out.dtype, call->out.ndim, call->out.shape);
+    View out = view_of(areas, areas.out, call->out.dtype, call->out.ndim, call->out.shape);
     view_copy(&call->out, &out);
     call->out_is_fresh = true;
     return STATUS_OK;
 }
 
-/* Positions without an order, and weights that are no product of a row and a column. */
-static void fill_indices(char *area, const Size &size, uint64_t *state)
+struct Positions {
+    int64_t *indices;
+    uint64_t places, first; /* to have others each time */
+};
+
+/* Without an order. */
+static void fill_positions(void *context, int64_t begin, int64_t end)
 {
-    int64_t *indices = reinterpret_cast<int64_t *>(area);
-    const uint64_t places = (uint64_t)size.table;
-    for (int64_t i = 0; i < size.rows; i++) {
-        *state = *state * 6364136223846793005u + 1442695040888963407u;
-        indices[i] = (int64_t)((*state >> 33) * places >> 31);
+    const Positions &positions = *static_cast<const Positions *>(context);
+    for (int64_t i = begin; i < end; i++) {
+        uint64_t mixed = (positions.first + (uint64_t)i) * 0x9e3779b97f4a7c15u;
+        mixed = (mixed ^ mixed >> 32) * 0xd6e8feb86659fd93u;
+        positions.indices[i] = (int64_t)((mixed >> 33) * positions.places >> 31);
     }
 }
 
-static void fill_weights(char *area)
+static void fill_indices(const Areas &areas, const Size &size, uint64_t first)
 {
-    float *weights = reinterpret_cast<float *>(area);
+    Positions positions = {reinterpret_cast<int64_t *>(areas.indices), (uint64_t)size.table, first};
+    parallel_for(size.rows, 64 << 10, fill_positions, &positions);
+}
+
+/* No product of a row and a column. */
+static void fill_weights(const Areas &areas)
+{
+    float *weights = reinterpret_cast<float *>(areas.weights);
     for (int i = 0; i < WEIGHTS * WEIGHTS; i++) weights[i] = 1 + (float)(i * i % 7);
 }
 
@@ -195,82 +253,104 @@ static const Operator OPERATOR_ROWS[] = {
 #undef OPERATOR
 };
 
-/* The weights take the place of indices: each operator has one of them at most. */
-static void fill_last_area(const Operator *op, char *area, const Size &size)
+/* The one that does the same work, with these operands, in the same loops and kernels or in such as
+ * take as long. */
+static int measured_as(int op)
 {
-    uint64_t state = 1;
-    if (strstr(op->signature, "weights") != NULL)
-        fill_weights(area);
-    else if (strstr(op->signature, "indices") != NULL)
-        fill_indices(area, size, &state);
+    switch (op) {
+    case OPERATOR_take:
+    case OPERATOR_take_along_axis:
+        return OPERATOR_gather;
+    case OPERATOR_multiply:
+        return OPERATOR_add;
+    case OPERATOR_convolve:
+        return OPERATOR_correlate;
+    default:
+        return op;
+    }
+}
+
+static bool is_measured(const Operator &op)
+{
+    return measured_as(op.number) == op.number;
+}
+
+static double *rates_of(double *rates, int op)
+{
+    return rates + op * RATES_OF_OPERATOR;
 }
 
 static Status measure_on_cpu(const Areas &areas, const Size &size, int rate, double *rates)
 {
+    fill_indices(areas, size, 0);
     for (const Operator &op : OPERATOR_ROWS) {
         Call call;
         bool is_known;
         double seconds;
-        fill_last_area(&op, area_of(areas, AREAS - 1), size);
+        if (!is_measured(op)) continue;
         Status status = prepare(&op, areas, size, &call, &is_known);
         if (status == STATUS_OK && is_known) {
             status = fastest([&] { return run_call(&call); }, &seconds);
             if (status == STATUS_OK)
-                rates[op.number * RATES_OF_OPERATOR + rate] = seconds / route_units(&call);
+                rates_of(rates, op.number)[rate] = seconds / route_units(&call);
         }
         if (status != STATUS_OK) return status;
     }
     return STATUS_OK;
 }
 
-/* Rows by other positions each time, since those of the last time are in a cache; and additions,
- * which tell how fast memory is. */
-static Status measure_far(const Areas &areas, double *rates)
+/* Rows by other positions each time, since those of the last time are in a cache. */
+static Status measure_far(const Areas &areas, int op, double *rates)
 {
-    constexpr int TIMES = 2;
-    uint64_t state = 1;
+    constexpr int TIMES = 3;
+    Call call;
+    bool is_known;
+    double least = 0;
+    Status status = prepare(&OPERATOR_ROWS[op], areas, FAR, &call, &is_known);
+    for (int i = 0; i < TIMES && status == STATUS_OK; i++) {
+        if (call.work == WORK_ROWS) fill_indices(areas, FAR, (uint64_t)(i * FAR.rows));
+        const double started = now();
+        status = run_call(&call);
+        const double taken = fmax(now() - started, 1e-9);
+        if (i == 0 || taken < least) least = taken;
+    }
+    if (status == STATUS_OK) rates_of(rates, op)[RATE_CPU_FAR] = least / route_units(&call);
+    return status;
+}
+
+/* In memory that no cache holds, other rows take so many times as long as well; the rest is bound
+ * by what it computes, or by memory as additions are. */
+static void estimate_far(double *rates)
+{
+    const double *gathers = rates_of(rates, OPERATOR_gather);
+    const double times =
+        gathers[RATE_CPU_FAR] != 0 ? gathers[RATE_CPU_FAR] / gathers[RATE_CPU_LARGE] : 1;
     for (const Operator &op : OPERATOR_ROWS) {
-        Call call;
-        bool is_known;
-        double least = 0;
-        Status status = prepare(&op, areas, FAR, &call, &is_known);
-        if (call.work != WORK_ROWS && op.number != OPERATOR_add) continue;
-        for (int i = 0; i < TIMES && status == STATUS_OK; i++) {
-            if (call.work == WORK_ROWS) fill_indices(area_of(areas, AREAS - 1), FAR, &state);
-            const double started = now();
-            status = run_call(&call);
-            const double taken = fmax(now() - started, 1e-9);
-            if (i == 0 || taken < least) least = taken;
-        }
-        if (status != STATUS_OK) return status;
-        rates[op.number * RATES_OF_OPERATOR + RATE_CPU_FAR] = least / route_units(&call);
+        double *rate = rates_of(rates, op.number);
+        const bool takes_rows = strstr(op.signature, "indices") != NULL;
+        if (rate[RATE_CPU_FAR] != 0) continue;
+        rate[RATE_CPU_FAR] = rate[RATE_CPU_LARGE] * (takes_rows ? times : 1);
     }
-    return STATUS_OK;
 }
 
-static void touch(void *data, int64_t begin, int64_t end)
+static void clear(void *data, int64_t begin, int64_t end)
 {
-    memset(static_cast<char *>(data) + begin, 0, (size_t)(end - begin));
+    memset(static_cast<char *>(data) + begin * HUGE_PAGE_BYTES, 0,
+           (size_t)((end - begin) * HUGE_PAGE_BYTES));
 }
 
 #ifdef __CUDACC__
 
 /* Several runs after each other, less one: without the launch, and the wait for the end. */
-static Status measure_on_gpu(const Areas &host, const Areas &areas, double *rates)
+static Status measure_on_gpu(const Areas &areas, double *rates)
 {
     constexpr int RUNS = 4;
     for (const Operator &op : OPERATOR_ROWS) {
         Call call;
         bool is_known;
         double one = 0, several = 0;
+        if (!is_measured(op)) continue;
         Status status = prepare(&op, areas, ON_GPU, &call, &is_known);
-        if (status == STATUS_OK && is_known) {
-            fill_last_area(&op, area_of(host, AREAS - 1), ON_GPU);
-            const int64_t bytes = ON_GPU.rows * (int64_t)sizeof(int64_t);
-            View from = view_of(host, AREAS - 1, DTYPE_INT8, 1, &bytes),
-                 to = view_of(areas, AREAS - 1, DTYPE_INT8, 1, &bytes);
-            status = copy_view(&to, &from, areas.stream);
-        }
         const auto run = [&](int runs) {
             Status done = STATUS_OK;
             for (int i = 0; i < runs && done == STATUS_OK; i++) done = run_call(&call);
@@ -282,65 +362,95 @@ static Status measure_on_gpu(const Areas &host, const Areas &areas, double *rate
             if (status == STATUS_OK && one < ENOUGH_SECONDS)
                 status = fastest([&] { return run(1 + RUNS); }, &several);
             const double seconds = several > one ? (several - one) / RUNS : one / RUNS;
-            rates[op.number * RATES_OF_OPERATOR + RATE_GPU] = seconds / route_units(&call);
+            rates_of(rates, op.number)[RATE_GPU] = seconds / route_units(&call);
         }
         if (status != STATUS_OK) return status;
     }
     return STATUS_OK;
 }
 
-static_assert(LONG_COPY_BYTES <= AREAS * GPU_ITEMS * (int64_t)sizeof(float), "");
-
+/* What goes up may still be on its way when the copy returns. */
 static Status time_copy(const Areas &to, const Areas &from, int64_t bytes, double *seconds)
 {
-    View target = view_of(to, 0, DTYPE_INT8, 1, &bytes),
-         source = view_of(from, 0, DTYPE_INT8, 1, &bytes);
+    View target = view_of(to, to.operands, DTYPE_INT8, 1, &bytes),
+         source = view_of(from, from.operands, DTYPE_INT8, 1, &bytes);
     Stream *stream = to.stream != NULL ? to.stream : from.stream;
-    return fastest([&] { return copy_view(&target, &source, stream); }, seconds);
+    const auto run = [&] {
+        const Status status = copy_view(&target, &source, stream);
+        return status == STATUS_OK ? stream_synchronize(stream) : status;
+    };
+    return fastest(run, seconds);
 }
 
 /* Seconds for a byte beyond those of the shortest copies. */
+static double rate_beyond(double tiny, double seconds, int64_t bytes)
+{
+    return (seconds > tiny ? seconds - tiny : seconds / 2) / (double)bytes;
+}
+
 static Status measure_copies(const Areas &to, const Areas &from, double *small, double *large)
 {
     double tiny = 0, few = 0, many = 0;
     Status status = time_copy(to, from, TINY_COPY_BYTES, &tiny);
     if (status == STATUS_OK) status = time_copy(to, from, SHORT_COPY_BYTES, &few);
     if (status == STATUS_OK) status = time_copy(to, from, LONG_COPY_BYTES, &many);
-    const auto rate = [&](double seconds, int64_t bytes) {
-        return (seconds > tiny ? seconds - tiny : seconds / 2) / (double)bytes;
-    };
-    *small = rate(few, SHORT_COPY_BYTES);
-    *large = rate(many, LONG_COPY_BYTES);
+    *small = rate_beyond(tiny, few, SHORT_COPY_BYTES);
+    *large = rate_beyond(tiny, many, LONG_COPY_BYTES);
     return status;
 }
 
+/* To lock memory takes ten times as long as to send it up. */
 static Status measure_locked_copy(const Areas &to, double *rate)
 {
     void *block;
-    double seconds = 0;
-    Status status = pinned_allocate(to.device, LONG_COPY_BYTES, &block);
+    double tiny = 0, seconds = 0;
+    Status status = pinned_allocate(to.device, LOCKED_COPY_BYTES, &block);
     if (status != STATUS_OK) return status;
-    const Areas from = {static_cast<char *>(block), LONG_COPY_BYTES, DEVICE_CPU, NULL};
-    status = time_copy(to, from, LONG_COPY_BYTES, &seconds);
+    const Areas from = {
+        static_cast<char *>(block), LOCKED_COPY_BYTES, NULL, NULL, NULL, DEVICE_CPU, NULL};
+    status = time_copy(to, from, TINY_COPY_BYTES, &tiny);
+    if (status == STATUS_OK) status = time_copy(to, from, LOCKED_COPY_BYTES, &seconds);
     pinned_free(block);
-    *rate = seconds / (double)LONG_COPY_BYTES;
+    *rate = rate_beyond(tiny, seconds, LOCKED_COPY_BYTES);
     return status;
 }
 
-/* A call between host arrays on the device. */
-static Status time_whole(const Operator &op, const Areas &host, int device, Stream *stream,
-                         const Size &size, double *seconds)
+/* A call between host arrays on the device. Made anew each time: after a run its inputs are the
+ * copies that were on the GPU. */
+static Status run_whole(const Operator &op, const Areas &host, const Areas &areas, const Size &size)
 {
-    /* Made anew each time: after a run its inputs are the copies that were on the GPU. */
-    const auto run = [&] {
+    Call call;
+    bool is_known;
+    Status status = prepare(&op, host, size, &call, &is_known);
+    call.device = areas.device;
+    call.stream = areas.stream;
+    return status == STATUS_OK ? run_call(&call) : status;
+}
+
+static Status upload(const Areas &areas, char *to, const Areas &host, char *from, int64_t bytes)
+{
+    View target = view_of(areas, to, DTYPE_INT8, 1, &bytes),
+         source = view_of(host, from, DTYPE_INT8, 1, &bytes);
+    return copy_view(&target, &source, areas.stream);
+}
+
+/* To load a kernel takes much longer than to run it, and is over when it has been run once. */
+static Status load_kernels(const Areas &host, const Areas &areas)
+{
+    fill_indices(host, ON_GPU, 0);
+    Status status = upload(areas, areas.indices, host, host.indices, GPU_INDEX_BYTES);
+    if (status == STATUS_OK)
+        status = upload(areas, areas.weights, host, host.weights, WEIGHT_BYTES);
+    fill_indices(host, BRIEF, 0);
+    for (const Operator &op : OPERATOR_ROWS) {
         Call call;
         bool is_known;
-        Status status = prepare(&op, host, size, &call, &is_known);
-        call.device = device;
-        call.stream = stream;
-        return status == STATUS_OK ? run_call(&call) : status;
-    };
-    return fastest(run, seconds);
+        if (!is_measured(op)) continue;
+        if (status == STATUS_OK) status = prepare(&op, areas, ON_GPU, &call, &is_known);
+        if (status == STATUS_OK && is_known) status = run_call(&call);
+        if (status == STATUS_OK) status = run_whole(op, host, areas, BRIEF);
+    }
+    return status == STATUS_OK ? stream_synchronize(areas.stream) : status;
 }
 
 /* What the model has for the copies of a call. */
@@ -360,31 +470,32 @@ static Status count_copies(const Operator &op, const Areas &host, const Size &si
     return STATUS_OK;
 }
 
-static Status measure_starts(const Areas &host, int device, Stream *stream, double *rates)
+static Status measure_starts(const Areas &host, const Areas &areas, double *rates)
 {
+    fill_indices(host, BRIEF, 0);
     for (const Operator &op : OPERATOR_ROWS) {
         double whole = 0, copies = 0;
-        fill_last_area(&op, area_of(host, AREAS - 1), BRIEF);
-        Status status = time_whole(op, host, device, stream, BRIEF, &whole);
+        if (!is_measured(op)) continue;
+        Status status = fastest([&] { return run_whole(op, host, areas, BRIEF); }, &whole);
         if (status == STATUS_OK) status = count_copies(op, host, BRIEF, rates, &copies);
         if (status != STATUS_OK) return status;
-        rates[op.number * RATES_OF_OPERATOR + RATE_START] = fmax(whole - copies, whole / 2);
+        rates_of(rates, op.number)[RATE_START] = fmax(whole - copies, whole / 2);
     }
     return STATUS_OK;
 }
 
 /* By a call whose parts go up and down at the same time, as many bytes each way. */
-static Status measure_both_ways(const Areas &host, int device, Stream *stream, double *rates)
+static Status measure_both_ways(const Areas &host, const Areas &areas, double *rates)
 {
-    const double bytes = (double)FAR.items * sizeof(float);
-    const double up = bytes * rates[RATE_UP_LARGE], down = bytes * rates[RATE_DOWN_LARGE];
+    const double up = (double)FAR_BYTES * rates[RATE_UP_LARGE],
+                 down = (double)FAR_BYTES * rates[RATE_DOWN_LARGE];
+    const Operator &sigmoid = OPERATOR_ROWS[OPERATOR_sigmoid];
     double seconds = 0;
-    Status status =
-        time_whole(OPERATOR_ROWS[OPERATOR_sigmoid], host, device, stream, FAR, &seconds);
-    seconds -= rates[OPERATOR_sigmoid * RATES_OF_OPERATOR + RATE_START];
+    Status status = fastest([&] { return run_whole(sigmoid, host, areas, FAR); }, &seconds);
+    seconds -= rates_of(rates, OPERATOR_sigmoid)[RATE_START];
     const double share = (seconds - fmax(up, down)) / fmin(up, down);
     /* The first part goes up alone, and the last one down. */
-    const double alone = fmin((double)part_bytes((int64_t)bytes) / bytes, 0.5);
+    const double alone = fmin((double)part_bytes(FAR_BYTES) / (double)FAR_BYTES, 0.5);
     rates[RATE_BOTH_WAYS] = fmin(fmax((share - alone) / (1 - alone), LEAST_SHARE), MOST_SHARE);
     return status;
 }
@@ -403,7 +514,7 @@ static Status estimate_products(int device, double *rates)
     const double units = 128 * (double)info.multiprocessors;
     const double seconds = 1 / (0.75 * units * clocks);
     for (const Operator &op : OPERATOR_ROWS) {
-        double *rate = &rates[op.number * RATES_OF_OPERATOR + RATE_GPU];
+        double *rate = &rates_of(rates, op.number)[RATE_GPU];
         if (*rate == 0) *rate = seconds;
     }
     rates[RATE_GPU_DOUBLE_FACTOR] = minor == 0 && major >= 6 && major <= 10 ? 2 : 64;
@@ -411,27 +522,40 @@ static Status estimate_products(int device, double *rates)
     return STATUS_OK;
 }
 
-static Status measure_with_gpu(const Areas &host, int device, double *rates)
+static Status open_areas(int device, Memory **memory, Areas *areas)
 {
-    Areas areas = {NULL, GPU_ITEMS * (int64_t)sizeof(float), device, NULL};
-    const int64_t bytes = AREAS * areas.bytes;
+    const int64_t bytes = OPERANDS * GPU_BYTES + GPU_INDEX_BYTES + WEIGHT_BYTES;
+    Status status = stream_create(device, true, 0, &areas->stream);
+    if (status == STATUS_OK) status = memory_allocate(areas->stream, bytes, memory);
+    if (status != STATUS_OK) return status;
+    areas->operands = memory_data(*memory);
+    areas->out = operand_in(*areas, OPERANDS - 1);
+    areas->indices = operand_in(*areas, OPERANDS);
+    areas->weights = areas->indices + GPU_INDEX_BYTES;
+    const char zero = 0;
+    View all = view_of(*areas, areas->operands, DTYPE_INT8, 1, &bytes);
+    return fill_view_with(&all, &zero, areas->stream);
+}
+
+static Status measure_with_gpu(const Areas &host, const Areas &far, int device, double *rates,
+                               double *steps)
+{
+    Areas areas = {NULL, GPU_BYTES, NULL, NULL, NULL, device, NULL};
     Memory *memory = NULL;
-    Status status = stream_create(device, true, 0, &areas.stream);
-    if (status == STATUS_OK) status = memory_allocate(areas.stream, bytes, &memory);
-    if (status == STATUS_OK) {
-        areas.data = memory_data(memory);
-        const char zero = 0;
-        View all = view_of(areas, 0, DTYPE_INT8, 1, &bytes);
-        status = fill_view_with(&all, &zero, areas.stream);
-    }
-    if (status == STATUS_OK)
-        status = measure_copies(areas, host, &rates[RATE_UP_SMALL], &rates[RATE_UP_LARGE]);
-    if (status == STATUS_OK)
-        status = measure_copies(host, areas, &rates[RATE_DOWN_SMALL], &rates[RATE_DOWN_LARGE]);
-    if (status == STATUS_OK) status = measure_locked_copy(areas, &rates[RATE_UP_LOCKED]);
-    if (status == STATUS_OK) status = measure_starts(host, device, areas.stream, rates);
-    if (status == STATUS_OK) status = measure_both_ways(host, device, areas.stream, rates);
-    if (status == STATUS_OK) status = measure_on_gpu(host, areas, rates);
+    Status status = timed(&steps[STEP_DEVICE], [&] { return open_areas(device, &memory, &areas); });
+    const auto step = [&](int number, const auto &function) {
+        if (status == STATUS_OK) status = timed(&steps[number], function);
+    };
+    step(STEP_UP,
+         [&] { return measure_copies(areas, host, &rates[RATE_UP_SMALL], &rates[RATE_UP_LARGE]); });
+    step(STEP_DOWN, [&] {
+        return measure_copies(host, areas, &rates[RATE_DOWN_SMALL], &rates[RATE_DOWN_LARGE]);
+    });
+    step(STEP_LOCKED, [&] { return measure_locked_copy(areas, &rates[RATE_UP_LOCKED]); });
+    step(STEP_KERNELS, [&] { return load_kernels(host, areas); });
+    step(STEP_STARTS, [&] { return measure_starts(host, areas, rates); });
+    step(STEP_BOTH_WAYS, [&] { return measure_both_ways(far, areas, rates); });
+    step(STEP_ON_GPU, [&] { return measure_on_gpu(areas, rates); });
     if (status == STATUS_OK) status = estimate_products(device, rates);
     /* Nothing may still be at work on memory that is about to go. */
     const Failure first = status == STATUS_OK ? Failure() : *last_failure();
@@ -444,20 +568,21 @@ static Status measure_with_gpu(const Areas &host, int device, double *rates)
     return status;
 }
 
-static Status measure_gpu(const Areas &host, int device, double *rates)
+static Status measure_gpu(const Areas &host, const Areas &far, int device, double *rates,
+                          double *steps)
 {
     if (device_is_captured(device)) return refuse_capture("measure this machine");
     int previous;
     Status status = device_enter(device, &previous);
     if (status != STATUS_OK) return status;
-    status = measure_with_gpu(host, device, rates);
+    status = measure_with_gpu(host, far, device, rates, steps);
     device_leave(device, previous);
     return status;
 }
 
 #else
 
-static Status measure_gpu(const Areas &, int, double *)
+static Status measure_gpu(const Areas &, const Areas &, int, double *, double *)
 {
     int count;
     return cuda_device_count(&count);
@@ -465,40 +590,75 @@ static Status measure_gpu(const Areas &, int, double *)
 
 #endif
 
-/* In huge pages, as NumPy has its large arrays. */
-static char *map_areas(int64_t bytes)
+/* In huge pages, of which each is touched by one thread. Afterwards results have them. */
+static char *take_memory(int64_t bytes)
 {
-    void *data =
-        mmap(NULL, (size_t)bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (data == MAP_FAILED) return NULL;
-    (void)madvise(data, (size_t)bytes, MADV_HUGEPAGE); /* not every system has them */
-    parallel_for(bytes, 1 << 20, touch, data);
+    void *data = host_take(bytes);
+    if (data != NULL) parallel_for(bytes / HUGE_PAGE_BYTES, 1, clear, data);
     return static_cast<char *>(data);
 }
 
-/* Where there is no GPU, nothing is to be chosen, and less memory will do. */
-Status machine_measure(int device, double rates[RATES])
+const char *step_name(int step)
 {
-    const int64_t items = device == DEVICE_CPU ? LARGE_ITEMS : FAR_ITEMS;
-    const int64_t far_bytes = items * (int64_t)sizeof(float);
-    /* Of the last area only what indices take is used. */
-    const int64_t bytes = (AREAS - 1) * far_bytes + LARGE_BYTES;
-    char *data = map_areas(bytes);
+    static const char *const NAMES[] = {
+        "memory", "cpu_small", "cpu_large", "cpu_far", "device",    "up",
+        "down",   "locked",    "kernels",   "starts",  "both_ways", "on_gpu",
+    };
+    static_assert(sizeof NAMES / sizeof *NAMES == STEPS, "");
+    return NAMES[step];
+}
+
+static Status measure(char *data, int device, double *rates, double *steps)
+{
+    const bool with_gpu = device != DEVICE_CPU;
+    char *indices = data + OPERANDS * LARGE_BYTES, *rows = data + FAR_TABLE_BYTES;
+    char *weights = with_gpu ? rows + FAR_ROW_BYTES + FAR_INDEX_BYTES : indices + LARGE_INDEX_BYTES;
+    const Areas host = {
+        data, LARGE_BYTES, data + (OPERANDS - 1) * LARGE_BYTES, indices, weights, DEVICE_CPU, NULL};
+    const Areas far = {data,       2 * FAR_BYTES, data + FAR_BYTES, rows + FAR_ROW_BYTES, weights,
+                       DEVICE_CPU, NULL};
+    Areas table = far;
+    table.out = rows;
+    fill_weights(host);
+    Status status = STATUS_OK;
+    const auto step = [&](int number, const auto &function) {
+        if (status == STATUS_OK) status = timed(&steps[number], function);
+    };
+    step(STEP_CPU_SMALL, [&] { return measure_on_cpu(host, SMALL, RATE_CPU_SMALL, rates); });
+    step(STEP_CPU_LARGE, [&] { return measure_on_cpu(host, LARGE, RATE_CPU_LARGE, rates); });
+    if (with_gpu)
+        step(STEP_CPU_FAR, [&] {
+            const Status added = measure_far(far, OPERATOR_add, rates);
+            return added == STATUS_OK ? measure_far(table, OPERATOR_gather, rates) : added;
+        });
+    if (with_gpu && status == STATUS_OK) status = measure_gpu(host, far, device, rates, steps);
+    if (status != STATUS_OK) return status;
+    estimate_far(rates);
+    for (const Operator &op : OPERATOR_ROWS)
+        if (!is_measured(op))
+            memcpy(rates_of(rates, op.number), rates_of(rates, measured_as(op.number)),
+                   RATES_OF_OPERATOR * sizeof *rates);
+    return STATUS_OK;
+}
+
+/* Where there is no GPU, nothing is to be chosen, and less memory will do. */
+Status machine_measure(int device, double rates[RATES], double steps[STEPS])
+{
+    const int64_t used =
+        WEIGHT_BYTES + (device == DEVICE_CPU ? OPERANDS * LARGE_BYTES + LARGE_INDEX_BYTES
+                                             : FAR_TABLE_BYTES + FAR_ROW_BYTES + FAR_INDEX_BYTES);
+    const int64_t bytes = (used + HUGE_PAGE_BYTES - 1) / HUGE_PAGE_BYTES * HUGE_PAGE_BYTES;
+    for (int i = 0; i < RATES; i++) rates[i] = 0;
+    for (int i = 0; i < STEPS; i++) steps[i] = 0;
+    const double started = now();
+    char *data = take_memory(bytes);
     if (data == NULL)
         return fail(STATUS_MEMORY_ERROR, "out of host memory: %lld bytes to measure this machine",
                     (long long)bytes);
-    for (int i = 0; i < RATES; i++) rates[i] = 0;
-    const Areas host = {data, LARGE_BYTES, DEVICE_CPU, NULL};
-    const Areas far = {data, far_bytes, DEVICE_CPU, NULL};
-    Status status = measure_on_cpu(host, SMALL, RATE_CPU_SMALL, rates);
-    if (status == STATUS_OK) status = measure_on_cpu(host, LARGE, RATE_CPU_LARGE, rates);
-    if (status == STATUS_OK && device != DEVICE_CPU) status = measure_far(far, rates);
-    /* The others are bound by what they compute, or by memory as additions are. */
-    for (int i = 0; i < OPERATORS; i++) {
-        double *rate = &rates[i * RATES_OF_OPERATOR];
-        if (rate[RATE_CPU_FAR] == 0) rate[RATE_CPU_FAR] = rate[RATE_CPU_LARGE];
-    }
-    if (status == STATUS_OK && device != DEVICE_CPU) status = measure_gpu(far, device, rates);
-    (void)munmap(data, (size_t)bytes);
+    steps[STEP_MEMORY] = now() - started;
+    Status status = measure(data, device, rates, steps);
+    const double ended = now();
+    host_give(data);
+    steps[STEP_MEMORY] += now() - ended;
     return status;
 }

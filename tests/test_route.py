@@ -553,6 +553,33 @@ assert gpuops.explain("add", x, x).chosen.seconds is not None and kept() == befo
     assert child(again) == ""
 
 
+def test_the_steps_of_measuring_are_told(child):
+    child("""
+def measure(ordinal):
+    started = time.perf_counter()
+    found = gpuops._core._measure_rates(ordinal)
+    taken, steps = time.perf_counter() - started, gpuops._core._measured_steps()
+    assert 0.5 * taken < sum(steps.values()) <= taken, (taken, steps)
+    return found, steps
+assert not any(gpuops._core._measured_steps().values())
+found, steps = measure(0)
+assert all(seconds > 0 for seconds in steps.values()), steps
+without = measure(-1)[1]
+cpu = {"memory", "cpu_small", "cpu_large"}
+assert cpu == {name for name, seconds in without.items() if seconds} < set(steps), without
+# What does the same work is measured once, and rows far away by those of gather.
+for same, name in [("take", "gather"), ("take_along_axis", "gather"), ("multiply", "add"),
+                   ("convolve", "correlate")]:
+    for rate in ("cpu_small", "cpu_large", "cpu_far", "gpu", "start"):
+        assert found[f"{same}.{rate}"] == found[f"{name}.{rate}"] > 0
+times = found["gather.cpu_far"] / found["gather.cpu_large"]
+for name in ("scatter", "scatter_add"):
+    near(found[f"{name}.cpu_far"], times * found[f"{name}.cpu_large"])
+assert found["sigmoid.cpu_far"] == found["sigmoid.cpu_large"]
+assert found["add.cpu_far"] != found["add.cpu_large"]
+""")
+
+
 def test_products_are_timed_in_the_way_that_calls_take(child):
     child("""
 seen = set()
