@@ -440,6 +440,7 @@ enum {
     RATE_DOWN_LARGE,
     RATE_BOTH_WAYS,  /* of copies up and down at the same time, the part of the shorter one that
                       * comes on top of the longer one */
+    RATE_SLAB_START, /* of a call that goes through a slab (slab.cu), whatever it does */
     RATES
 };
 /* The calls that were measured: elements of float32 in an operand, and of a table that is read in
@@ -484,6 +485,9 @@ enum {
 };
 Status machine_measure(int device, double rates[RATES], double steps[STEPS]);
 const char *step_name(int step);
+
+/* Whether a call between arrays on the host would go through a slab on a GPU. */
+bool call_suits_slab(const Call *call);
 
 /* Whether a call takes less on the CPU than it takes to let other threads of Python go on. */
 bool call_is_brief(const Call *call);

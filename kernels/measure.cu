@@ -46,9 +46,9 @@ constexpr Size SMALL = {SMALL_ITEMS, SMALL_ITEMS, SMALL_ITEMS / 2, 102}; /* SMAL
 constexpr Size LARGE = {LARGE_ITEMS, LARGE_ITEMS, LARGE_ITEMS / 2, 819}; /* LARGE_SUMS */
 constexpr Size FAR = {FAR_ITEMS, FAR_TABLE_ITEMS, FAR_ROWS, 0};
 constexpr Size ON_GPU = {GPU_ITEMS, GPU_ITEMS, GPU_ITEMS / 2, 1024};
-/* More than a slab has room for: calls that go through one begin sooner, but seldom pay on a GPU.
- */
+/* More than a slab has room for, and what leaves almost all of it empty. */
 constexpr Size BRIEF = {24 << 10, 24 << 10, 12 << 10, 152};
+constexpr Size TINY = {256, 256, 128, 16};
 constexpr int64_t TINY_COPY_BYTES = 4 << 10, SHORT_COPY_BYTES = 256 << 10,
                   LONG_COPY_BYTES = 16 << 20, LOCKED_COPY_BYTES = 4 << 20;
 constexpr int64_t HUGE_PAGE_BYTES = 2 << 20;
@@ -481,7 +481,8 @@ static Status measure_starts(const Areas &host, const Areas &areas, double *rate
         if (status != STATUS_OK) return status;
         rates_of(rates, op.number)[RATE_START] = fmax(whole - copies, whole / 2);
     }
-    return STATUS_OK;
+    const Operator &add = OPERATOR_ROWS[OPERATOR_add];
+    return fastest([&] { return run_whole(add, host, areas, TINY); }, &rates[RATE_SLAB_START]);
 }
 
 /* By a call whose parts go up and down at the same time, as many bytes each way. */

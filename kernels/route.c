@@ -205,6 +205,13 @@ static void set_gather_rates(const double *rates, double table_bytes, GatherRate
     found->host_byte = rate * 2;
 }
 
+/* What goes through a slab is a launch and a wait, whatever the operator. */
+static double start_of(const Call *call, const double *rates)
+{
+    const double start = rates[call->op->number * RATES_OF_OPERATOR + RATE_START];
+    return call_suits_slab(call) ? fmin(start, rates[RATE_SLAB_START]) : start;
+}
+
 static double seconds_of_copy(const double *rate, double bytes)
 {
     return bytes * interpolate(rate[0], rate[1], bytes, SHORT_COPY_BYTES, LONG_COPY_BYTES);
@@ -228,6 +235,7 @@ static double seconds_on_gpu(const Call *call, const Weight *weight, const doubl
                              RouteWay way)
 {
     const double *rate = rates + call->op->number * RATES_OF_OPERATOR;
+    const double start = start_of(call, rates);
     const double up = seconds_of_copy(rates + RATE_UP_SMALL, weight->up - weight->table) +
                       seconds_of_table(call, weight, rates, way);
     const double down = seconds_of_copy(rates + RATE_DOWN_SMALL, weight->down);
@@ -236,11 +244,11 @@ static double seconds_on_gpu(const Call *call, const Weight *weight, const doubl
         work *= sums_factor(call, rates, true);
         work = fmax(work, weight->touched * rates[OPERATOR_add * RATES_OF_OPERATOR + RATE_GPU]);
     }
-    if (call->run_in_parts == NULL) return rate[RATE_START] + up + work + down;
+    if (call->run_in_parts == NULL) return start + up + work + down;
     /* The threads and the memory of the host have two copies to do at a time. */
     const double alone = fmin(1, PART_BYTES / fmax(fmax(weight->up, weight->down), 1));
     const double copies = fmax(up, down) + fmin(up, down) * fmax(rates[RATE_BOTH_WAYS], alone);
-    return rate[RATE_START] + fmax(copies, work) + fmin(copies, work) * alone;
+    return start + fmax(copies, work) + fmin(copies, work) * alone;
 }
 
 /* What is known of the machine. */
@@ -353,7 +361,7 @@ const char *rate_name(int rate, char *text, size_t size)
     static const char *const OF_OPERATOR[] = {"cpu_small", "cpu_large", "cpu_far", "gpu", "start"};
     static const char *const OTHERS[] = {
         "integer_factor", "gpu_double_factor", "gpu_short_factor", "up_small",  "up_large",
-        "up_locked",      "down_small",        "down_large",       "both_ways",
+        "up_locked",      "down_small",        "down_large",       "both_ways", "slab_start",
     };
     if (rate >= RATE_INTEGER_FACTOR)
         snprintf(text, size, "%s", OTHERS[rate - RATE_INTEGER_FACTOR]);
@@ -405,8 +413,7 @@ bool route_is_clear(const Call *call)
     if (__atomic_load_n(&least_start, __ATOMIC_ACQUIRE) == 0) return false;
     const double *rates = rates_of(__atomic_load_n(&least_device, __ATOMIC_RELAXED));
     if (rates == NULL) return false;
-    const double start = rates[call->op->number * RATES_OF_OPERATOR + RATE_START];
-    return seconds_on_cpu(call, &weight, rates) <= start;
+    return seconds_on_cpu(call, &weight, rates) <= start_of(call, rates);
 }
 
 static void estimate(const Call *call, const Weight *weight, const double *rates,

@@ -214,6 +214,17 @@ static int64_t bytes_in_slab(const Call *call)
     return bytes;
 }
 
+/* What takes its tables there itself uses a slab for these too (gather_cuda.cu). */
+bool call_suits_slab(const Call *call)
+{
+    int64_t bytes = bytes_in_slab(call);
+    if (bytes == 0) return false;
+    for (int i = 0; call->own_transfer && i < call->input_count; i++)
+        if (stays_on_host(call, i))
+            bytes += slab_room(view_items(&call->inputs[i]) * call->inputs[i].item_bytes);
+    return slab_has_room(bytes);
+}
+
 /* Puts a packed view in the place of an array on the host; what comes behind it is returned. */
 static char *lay_out(char *place, const Call *call, View *view)
 {
@@ -285,6 +296,11 @@ static Status run_on_device(Call *call)
 }
 
 #else
+
+bool call_suits_slab(const Call *)
+{
+    return false;
+}
 
 static Status check_capture(const Call *)
 {

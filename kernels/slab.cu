@@ -73,13 +73,23 @@ static void count_one_less(int device)
     pthread_mutex_unlock(&slabs.lock);
 }
 
+static bool has_room(int64_t bytes, int64_t limit)
+{
+    return bytes <= most_bytes() && limit >= SLAB_BYTES;
+}
+
+bool slab_has_room(int64_t bytes)
+{
+    int64_t limit;
+    return pinned_limit(&limit) == STATUS_OK && has_room(bytes, limit);
+}
+
 Status slab_take(int device, int64_t bytes, Slab **slab)
 {
     *slab = NULL;
     int64_t limit;
     Status status = pinned_limit(&limit);
-    if (status != STATUS_OK || bytes == 0 || bytes > most_bytes() || limit < SLAB_BYTES)
-        return status;
+    if (status != STATUS_OK || bytes == 0 || !has_room(bytes, limit)) return status;
     auto &of_device = slabs.devices[device];
     pthread_mutex_lock(&slabs.lock);
     *slab = of_device.idle;

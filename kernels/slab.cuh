@@ -20,6 +20,8 @@ static inline int64_t slab_room(int64_t bytes)
     return (bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
 }
 
+/* Whether one has so many bytes. */
+bool slab_has_room(int64_t bytes);
 /* One with so many bytes, on the device that is current; NULL where that is too much or nothing, or
  * there is none to be had. */
 Status slab_take(int device, int64_t bytes, Slab **slab);

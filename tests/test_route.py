@@ -17,7 +17,7 @@ from operators import EXAMPLES, OPERATORS, ROOT, required_arguments
 # A machine with a fast GPU behind a slow link, where a unit of work takes the CPU a nanosecond.
 RATES = {"integer_factor": 10.0, "gpu_double_factor": 2.0, "gpu_short_factor": 0.125}
 RATES |= {"up_small": 4e-11, "up_large": 2e-11, "up_locked": 2e-11}
-RATES |= {"down_small": 4e-11, "down_large": 2e-11, "both_ways": 1e-3}
+RATES |= {"down_small": 4e-11, "down_large": 2e-11, "both_ways": 1e-3, "slab_start": 1e-5}
 for operator in OPERATORS:
     RATES |= {f"{operator.name}.cpu_{size}": 1e-9 for size in ("small", "large", "far")}
     RATES |= {f"{operator.name}.gpu": 1e-12, f"{operator.name}.start": 1e-5}
@@ -25,7 +25,7 @@ for operator in OPERATORS:
 # A machine with an H200 behind PCIe 5 and 16 threads, on which whole calls were timed.
 H200 = {"integer_factor": 20.0, "gpu_double_factor": 2.0, "gpu_short_factor": 0.125}
 H200 |= {"up_small": 8e-11, "up_large": 1 / 41e9, "up_locked": 1 / 55e9}
-H200 |= {"down_small": 8e-11, "down_large": 1 / 41e9, "both_ways": 0.9}
+H200 |= {"down_small": 8e-11, "down_large": 1 / 41e9, "both_ways": 0.9, "slab_start": 1e-5}
 for names, on_cpu, on_gpu, start in [
     ("add multiply saxpy", (5e-11, 8e-12, 1e-11), 3.3e-13, 27e-6),
     ("sigmoid sigmoid_backward", (8e-11, 1.4e-11, 1.4e-11), 3.3e-13, 27e-6),
@@ -225,6 +225,30 @@ assert abs(seconds / (1e-5 + (1 + {share}) * x.nbytes * 2e-11) - 1) < 1e-3, seco
 """)
 
 
+def test_what_goes_through_a_slab_begins_sooner(child):
+    child("""
+keep(slab_start=2e-6, **{"correlate.start": 1e-2})
+def start(*args):
+    found = candidates(*args)["cuda"]
+    return found.seconds - (found.bytes_up + found.bytes_down) * 4e-11
+a = np.ones((64, 64), "f4")
+near(start("matmul", a, a), 2e-6 + 1e-12 * 64**3)
+near(start("matmul", a.astype("f8"), a.astype("f8")), 1e-5 + 2e-12 * 64**3)
+i = np.zeros(100, "i8")
+for places, seconds in [(1000, 2e-6), (1 << 15, 1e-5)]:
+    found = start("gather", x[:places], i)
+    near(found, seconds + 1e-12 * 100 * 76)
+near(start("scatter", x[:1000], i, np.ones(100, "f4")), 1e-5 + 1e-12 * 100 * 76)
+# Also where nobody asks CUDA, because the CPU takes less than the start.
+result = gpuops.correlate(a, np.ones((5, 5), "f4"), device="auto")
+assert gpuops.last_route().way == "cuda", gpuops.last_route()
+gpuops.correlate(np.ones((100, 100), "f4"), np.ones((5, 5), "f4"), device="auto")
+assert gpuops.last_route().way == "cpu"
+fake.set_slab_bytes(0)
+near(start("matmul", a, a), 1e-5 + 1e-12 * 64**3)
+""")
+
+
 def test_a_table_in_reach_is_read_in_place_as_gather_would(child):
     child("""
 keep()
@@ -319,7 +343,7 @@ assert (out.to_host() == table[indices]).all()
 
 def test_in_doubt_the_cpu_is_taken(child):
     child("""
-keep(**{"add.start": 0.95, "add.cpu_small": 1.0 / 1200})
+keep(slab_start=0.95, **{"add.start": 0.95, "add.cpu_small": 1.0 / 1200})
 found = gpuops.explain("add", x[:100], x[:100], device="auto")
 assert found.candidates[1].seconds < found.candidates[0].seconds and found.chosen.way == "cpu"
 """)
