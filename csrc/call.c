@@ -902,6 +902,7 @@ static int open_call(State *state, const Signature *signature, PyObject **values
     if (arguments->out.object != NULL) {
         if (complete_operand(&arguments->out) < 0) return -1;
         call->wanted = arguments->out.view.dtype;
+        call->given = &arguments->out.view;
     }
     call->input_count = arguments->count;
     for (int i = 0; i < arguments->count; i++) {

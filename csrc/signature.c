@@ -296,6 +296,7 @@ void set_defaults(const Signature *signature, Call *call)
     call->in_place = call->elementwise = call->own_transfer = false;
     call->run_in_parts = NULL;
     call->watch = NULL;
+    call->given = NULL;
     call->cast_inputs = call->host_inputs = 0;
     call->work = WORK_ELEMENTS;
     call->operations = 0;

@@ -219,6 +219,7 @@ typedef struct Call {
     int origin_count;    /* how many the caller gave; 0: one number for both */
     Dtype wanted;        /* of the result, where the caller named one; else OPAQUE */
     Watch *watch;        /* NULL: there is none */
+    const View *given;   /* for the choice: where the caller wants the result, or NULL */
 
     /* Where to work. */
     int device;

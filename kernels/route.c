@@ -51,13 +51,15 @@ static const double ROOM_BYTES = 64 << 20;
 
 /* What a call consists of. Bytes are those of the dtype that is computed in. */
 typedef struct Weight {
-    double up, down;   /* bytes that would go to a GPU, and come back */
-    double touched;    /* bytes that are read and written at least */
-    double working;    /* bytes within which that is */
-    double units;      /* of work */
-    double row_bytes;  /* WORK_ROWS */
-    double table;      /* bytes that would go up for the array that is read in rows, */
-    bool is_reachable; /* and whether a kernel can read it where it is */
+    double up, down;    /* bytes that would go to a GPU, and come back, */
+    double up_locked;   /* and of these the bytes from page-locked memory, */
+    double down_locked; /* and to it, as far as that is known */
+    double touched;     /* bytes that are read and written at least */
+    double working;     /* bytes within which that is */
+    double units;       /* of work */
+    double row_bytes;   /* WORK_ROWS */
+    double table;       /* bytes that would go up for the array that is read in rows, */
+    bool is_reachable;  /* and whether a kernel can read it where it is */
 } Weight;
 
 static double bytes_of_input(const Call *call, int i)
@@ -155,6 +157,23 @@ static void weigh(const Call *call, Weight *weight)
     if (call->work == WORK_SUMS) weight->units = call->operations;
 }
 
+/* The bytes of a large call that go between page-locked memory and the bus without the threads of
+ * the host. Tables of gather's apart, which are known to be in reach or not. */
+static void find_locked(const Call *call, Weight *weight)
+{
+    if (weight->up + weight->down <= PART_BYTES) return;
+    for (int i = 0; i < call->input_count; i++) {
+        const double bytes = bytes_of_input(call, i);
+        const bool is_table = i == 0 && weight->table > 0;
+        if (!is_table && !stays_on_host(call, i, bytes) && view_is_in_reach(&call->inputs[i]))
+            weight->up_locked += bytes;
+    }
+    const View *target = call->in_place ? &call->out : call->given;
+    if (target == NULL || !view_is_in_reach(target)) return;
+    weight->down_locked = weight->down;
+    if (call->in_place) weight->up_locked += weight->down;
+}
+
 double route_units(const Call *call)
 {
     Weight weight;
@@ -230,24 +249,40 @@ static double seconds_of_table(const Call *call, const Weight *weight, const dou
     return gather_seconds(&given, way == WAY_ZERO_COPY ? GATHER_IN_PLACE : GATHER_WHOLE);
 }
 
-/* Between host arrays. */
+/* Of copies up and down, of which parts go on at the same time. The bus has room for both, but the
+ * threads and the memory of the host have two copies to do at a time, unless one of them is of
+ * page-locked memory. */
+static double seconds_of_both(const Weight *weight, const double *rates, double up, double down,
+                              double alone)
+{
+    const double up_locked = weight->up_locked * rates[RATE_UP_LOCKED],
+                 down_locked = weight->down_locked * rates[RATE_UP_LOCKED];
+    const double bus = fmax(up, down) + fmin(up, down) * alone;
+    up -= up_locked;
+    down -= down_locked;
+    return fmax(bus, fmax(up, down) + fmin(up, down) * rates[RATE_BOTH_WAYS]);
+}
+
+/* Between host arrays. The bus is as fast down as up. */
 static double seconds_on_gpu(const Call *call, const Weight *weight, const double *rates,
                              RouteWay way)
 {
     const double *rate = rates + call->op->number * RATES_OF_OPERATOR;
     const double start = start_of(call, rates);
-    const double up = seconds_of_copy(rates + RATE_UP_SMALL, weight->up - weight->table) +
-                      seconds_of_table(call, weight, rates, way);
-    const double down = seconds_of_copy(rates + RATE_DOWN_SMALL, weight->down);
+    const double up =
+        seconds_of_copy(rates + RATE_UP_SMALL, weight->up - weight->table - weight->up_locked) +
+        weight->up_locked * rates[RATE_UP_LOCKED] + seconds_of_table(call, weight, rates, way);
+    const double down =
+        seconds_of_copy(rates + RATE_DOWN_SMALL, weight->down - weight->down_locked) +
+        weight->down_locked * rates[RATE_UP_LOCKED];
     double work = weight->units * rate[RATE_GPU];
     if (call->work == WORK_SUMS) {
         work *= sums_factor(call, rates, true);
         work = fmax(work, weight->touched * rates[OPERATOR_add * RATES_OF_OPERATOR + RATE_GPU]);
     }
     if (call->run_in_parts == NULL) return start + up + work + down;
-    /* The threads and the memory of the host have two copies to do at a time. */
     const double alone = fmin(1, PART_BYTES / fmax(fmax(weight->up, weight->down), 1));
-    const double copies = fmax(up, down) + fmin(up, down) * fmax(rates[RATE_BOTH_WAYS], alone);
+    const double copies = seconds_of_both(weight, rates, up, down, alone);
     return start + fmax(copies, work) + fmin(copies, work) * alone;
 }
 
@@ -509,6 +544,7 @@ void route_choose(const Call *call, int device, Route *route, int *unmeasured)
     const double *rates = rates_of(device);
     weight.is_reachable = call->own_transfer && weight.table > GATHER_LEAST_CHOICE_BYTES &&
                           view_is_in_reach(&call->inputs[0]);
+    find_locked(call, &weight);
     add_candidate(call, &weight, rates, WAY_CPU, DEVICE_CPU, route);
     add_candidate(call, &weight, rates, WAY_CUDA, device, route);
     if (weight.is_reachable) add_candidate(call, &weight, rates, WAY_ZERO_COPY, device, route);

@@ -225,6 +225,35 @@ assert abs(seconds / (1e-5 + (1 + {share}) * x.nbytes * 2e-11) - 1) < 1e-3, seco
 """)
 
 
+@pytest.mark.parametrize("locked", ["", "x", "out", "x out", "x in place"])
+def test_copies_of_page_locked_memory_leave_the_threads_alone(child, locked):
+    """Those take twice as long here, and all of the time of both ways if both are theirs."""
+    child(f"""
+keep(both_ways=1.0, up_locked=1e-11, **{{"sigmoid.gpu": 1e-15}})
+count, locked = 1 << 24, {locked!r}
+x = gpuops.pinned_empty(count, "f4") if "x" in locked else np.empty(count, "f4")
+out = gpuops.pinned_empty(count, "f4") if "out" in locked else np.empty(count, "f4")
+if locked == "x in place":
+    out = x
+seconds = candidates("sigmoid", x, out=out)["cuda"].seconds
+of_threads = 2e-11 * x.nbytes * (("x" not in locked) + (locked in ("", "x")))
+of_bus = [x.nbytes * (2e-11 if pageable else 1e-11)
+          for pageable in ("x" not in locked, locked in ("", "x"))]
+expected = max(of_threads, max(of_bus) + min(of_bus) / 4)  # a part of four goes alone
+assert abs(seconds / (1e-5 + expected) - 1) < 1e-3, (seconds, expected)
+""")
+
+
+def test_page_locked_operands_that_do_not_go_in_parts(child):
+    child("""
+keep(up_locked=1e-11)
+x, i = gpuops.pinned_empty(8 << 20, "f4"), np.zeros(100, "i8")
+found = candidates("scatter", x, i, np.float32(1))["cuda"].seconds
+locked = found - candidates("scatter", np.empty(8 << 20, "f4"), i, np.float32(1))["cuda"].seconds
+near(locked, 2 * x.nbytes * (1e-11 - 2e-11) + 800 * 2e-11)  # indices are few then
+""")
+
+
 def test_what_goes_through_a_slab_begins_sooner(child):
     child("""
 keep(slab_start=2e-6, **{"correlate.start": 1e-2})
