@@ -487,6 +487,12 @@ enum {
 Status machine_measure(int device, double rates[RATES], double steps[STEPS]);
 const char *step_name(int step);
 
+/* How large a part of an operand of so many bytes is, where a call between arrays on the host goes
+ * in parts and the operator can choose: long enough for the bus to take no note of what it costs to
+ * begin one. Of calls of no more than two parts, little would be overlapped. */
+int64_t part_bytes(int64_t bytes);
+bool is_worth_parts(int64_t bytes);
+
 /* Whether a call between arrays on the host would go through a slab on a GPU. */
 bool call_suits_slab(const Call *call);
 

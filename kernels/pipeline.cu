@@ -54,17 +54,12 @@ int64_t cut_first(const Cut &cut, const int64_t *counts, const int64_t *strides,
     return first + (strides[cut.at] == 0 ? 0 : part / cut.positions * cut.positions);
 }
 
-#ifdef __CUDACC__
-
 /* Of the largest operand. Where it is large, so are its parts: 512 MiB and as much back take 27 ms
  * in parts of 8 MiB on an H200, and 12 in parts of 32. */
 constexpr int64_t PART_BYTES = 8 << 20;
 constexpr int64_t MOST_PART_BYTES = 32 << 20;
-constexpr int64_t PARTS = 16;      /* before they grow */
-constexpr int BUFFERS = 2;         /* of each operand */
-constexpr int64_t ALIGNMENT = 512; /* of buffers */
-/* How often the caller is asked whether to go on, for which Python's lock has to be waited for. */
-constexpr int64_t LOOK_MICROSECONDS = 100000;
+constexpr int64_t PARTS = 16; /* before they grow */
+constexpr int BUFFERS = 2;    /* of each operand */
 
 #ifdef GPUOPS_FAKE_CUDA
 /* Tests set their own, so that small arrays have many parts. */
@@ -86,6 +81,12 @@ bool is_worth_parts(int64_t bytes)
 {
     return bytes > BUFFERS * part_bytes(bytes);
 }
+
+#ifdef __CUDACC__
+
+constexpr int64_t ALIGNMENT = 512; /* of buffers */
+/* How often the caller is asked whether to go on, for which Python's lock has to be waited for. */
+constexpr int64_t LOOK_MICROSECONDS = 100000;
 
 static struct {
     pthread_mutex_t lock;

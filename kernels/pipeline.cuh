@@ -63,11 +63,6 @@ static inline const View *operand_of(const Call *call, int k)
 
 /* Sets call and part, of which the operator sets the shapes. */
 void parts_open(Parts *parts, Call *call);
-/* How large a part of so many bytes is, if the operator can choose: long enough for the bus to take
- * no note of what it costs to begin one. Of calls of no more than two parts, little is overlapped.
- */
-int64_t part_bytes(int64_t bytes);
-bool is_worth_parts(int64_t bytes);
 /* Whether a call is between arrays on the host that do not overlap, unless that does no harm. */
 bool has_separate_parts(const Call *call);
 /* The operator on one part, whose operands are as they are on the host: those of another dtype than

@@ -38,9 +38,8 @@ static const double TABLE_BYTES[] = {4.0 * SMALL_ITEMS, 4.0 * LARGE_ITEMS, 4.0 *
 static const double SUMS[] = {SMALL_SUMS, LARGE_SUMS, FAR_SUMS};
 static const double SHORT_COPY_BYTES = 256 << 10, LONG_COPY_BYTES = 16 << 20;
 
-/* Large calls go in parts, so that copies up and down and the work go on at the same time; what is
- * no longer than a part does not. */
-static const double PART_BYTES = 16 << 20;
+/* Below this, nobody asks what is page-locked. */
+static const double LARGE_BYTES = 16 << 20;
 
 /* How far apart the two have to be for the GPU to be taken: the CPU's time is expected more
  * exactly, and is never much more than NumPy's. */
@@ -54,6 +53,7 @@ typedef struct Weight {
     double up, down;    /* bytes that would go to a GPU, and come back, */
     double up_locked;   /* and of these the bytes from page-locked memory, */
     double down_locked; /* and to it, as far as that is known */
+    double largest;     /* bytes of the largest operand, or of the result */
     double touched;     /* bytes that are read and written at least */
     double working;     /* bytes within which that is */
     double units;       /* of work */
@@ -146,10 +146,11 @@ static void weigh(const Call *call, Weight *weight)
     memset(weight, 0, sizeof *weight);
     weight->down = (double)call->out.item_bytes * view_count(&call->out, 0, call->out.ndim);
     if (call->in_place) weight->up = weight->down;
-    weight->touched = weight->down;
+    weight->touched = weight->largest = weight->down;
     for (int i = 0; i < call->input_count; i++) {
         const double bytes = bytes_of_input(call, i);
         weight->touched += bytes;
+        weight->largest = fmax(weight->largest, bytes);
         if (!stays_on_host(call, i, bytes)) weight->up += bytes;
     }
     weight->working = weight->units = weight->touched;
@@ -161,7 +162,7 @@ static void weigh(const Call *call, Weight *weight)
  * the host. Tables of gather's apart, which are known to be in reach or not. */
 static void find_locked(const Call *call, Weight *weight)
 {
-    if (weight->up + weight->down <= PART_BYTES) return;
+    if (weight->up + weight->down <= LARGE_BYTES) return;
     for (int i = 0; i < call->input_count; i++) {
         const double bytes = bytes_of_input(call, i);
         const bool is_table = i == 0 && weight->table > 0;
@@ -249,6 +250,14 @@ static double seconds_of_table(const Call *call, const Weight *weight, const dou
     return gather_seconds(&given, way == WAY_ZERO_COPY ? GATHER_IN_PLACE : GATHER_WHOLE);
 }
 
+/* Large calls go in parts, so that copies up and down and the work go on at the same time; but the
+ * first part goes up, and the last one comes down, while nothing else does. */
+static double share_of_part(double bytes)
+{
+    const int64_t whole = (int64_t)fmin(bytes, 9e18);
+    return is_worth_parts(whole) ? (double)part_bytes(whole) / bytes : 1;
+}
+
 /* Of copies up and down, of which parts go on at the same time. The bus has room for both, but the
  * threads and the memory of the host have two copies to do at a time, unless one of them is of
  * page-locked memory. */
@@ -281,7 +290,7 @@ static double seconds_on_gpu(const Call *call, const Weight *weight, const doubl
         work = fmax(work, weight->touched * rates[OPERATOR_add * RATES_OF_OPERATOR + RATE_GPU]);
     }
     if (call->run_in_parts == NULL) return start + up + work + down;
-    const double alone = fmin(1, PART_BYTES / fmax(fmax(weight->up, weight->down), 1));
+    const double alone = share_of_part(weight->largest);
     const double copies = seconds_of_both(weight, rates, up, down, alone);
     return start + fmax(copies, work) + fmin(copies, work) * alone;
 }

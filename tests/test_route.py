@@ -135,13 +135,19 @@ def times(*args, **keywords):
 n = 1 << 21
 cpu, cuda = times("add", np.ones(n, "f4"), np.zeros(n, "f4"))
 near(cpu, 12e-9 * n)
-# Up to a part nothing goes on at the same time; far above one, the longest copy is all.
+# Up to two parts nothing goes on at the same time; far above, the longest copy is all.
 down = 4 * n * 2e-11 * 2 ** (1 / 6)  # of 8 MiB, between those of 256 KiB and of 16 MiB
 near(cuda, 1e-5 + n * (2 * 4 * 2e-11 + 12e-12) + down)
 few = 1 << 14
 cpu, cuda = times("sigmoid", np.ones(few, "f4"))
 near(cpu, 8e-9 * few)
 near(cuda, 1e-5 + few * (8 * 4e-11 + 8e-12))
+two_parts = np.empty(16 << 20, "i1")
+longer = np.empty(two_parts.size + 1, "i1")  # the first of three goes alone, more or less
+for size, alone in [(two_parts, 1), (longer, 0.5), (np.empty(1 << 27, "i1"), 1 / 16)]:
+    cpu, cuda = times("add", size, np.int8(1))
+    copy, work = size.nbytes * 2e-11, 2e-12 * size.nbytes
+    assert abs(cuda / (1e-5 + (1 + alone) * copy + alone * work) - 1) < 1e-5, (size.nbytes, cuda)
 cpu, cuda = times("add", np.zeros(1 << 30, "i1"), np.int8(1))
 assert 1e-5 + (1 << 30) * 2e-11 < cuda < 1.1 * ((1 << 30) * 2e-11)
 # Rows: what is moved, and the lines that are touched for it.
@@ -239,7 +245,7 @@ seconds = candidates("sigmoid", x, out=out)["cuda"].seconds
 of_threads = 2e-11 * x.nbytes * (("x" not in locked) + (locked in ("", "x")))
 of_bus = [x.nbytes * (2e-11 if pageable else 1e-11)
           for pageable in ("x" not in locked, locked in ("", "x"))]
-expected = max(of_threads, max(of_bus) + min(of_bus) / 4)  # a part of four goes alone
+expected = max(of_threads, max(of_bus) + min(of_bus) / 8)  # one part of eight goes alone
 assert abs(seconds / (1e-5 + expected) - 1) < 1e-3, (seconds, expected)
 """)
 
