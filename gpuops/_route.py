@@ -104,7 +104,7 @@ def explain(op: str | Callable[..., Any], /, *args: Any, **keywords: Any) -> Exp
     Notes
     -----
     No memory for the result is made. Expected times come from a cost model, for which the machine
-    is measured once, by the first call that asks for it: that takes about a tenth of a second, and
+    is measured once, by the first call that asks for it: that takes a fraction of a second, and
     is kept in the folder that GPUOPS_CACHE_DIR names.
 
     Examples
