@@ -264,7 +264,7 @@ static Status do_hello(void *context)
     return hello(work->device, work->blocks, work->threads, work->ran);
 }
 
-/* sys.stdout or NULL, to be given back with RELEASE_SHARED. */
+/* A new reference to sys.stdout, or NULL where there is none. */
 static PyObject *standard_output(void)
 {
 #ifdef Py_GIL_DISABLED
@@ -274,7 +274,7 @@ static PyObject *standard_output(void)
     PyErr_Clear();
     return out;
 #else
-    return PySys_GetObject("stdout");
+    return Py_XNewRef(PySys_GetObject("stdout"));
 #endif
 }
 
@@ -282,9 +282,9 @@ static PyObject *standard_output(void)
 static int flush_python(void)
 {
     PyObject *out = standard_output();
-    if (out == NULL || out == Py_None) return 0;
-    PyObject *done = PyObject_CallMethod(out, "flush", NULL);
-    RELEASE_SHARED(out);
+    PyObject *done = out == NULL || out == Py_None ? Py_NewRef(Py_None)
+                                                   : PyObject_CallMethod(out, "flush", NULL);
+    Py_XDECREF(out);
     Py_XDECREF(done);
     return done == NULL ? -1 : 0;
 }

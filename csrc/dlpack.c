@@ -54,12 +54,10 @@ static int extension_number(int extension)
     PyArray_Descr *descr = NULL;
     PyObject *type = NULL, *module = NULL, *name = PyUnicode_FromString("ml_dtypes");
     if (name != NULL) module = PyImport_GetModule(name);
-    /* Those who come while it is imported wait for that. */
-    if (name != NULL && module == NULL &&
-        !(THREADS_ARE_FREE ? atomic_load(&import_was_tried)
-                           : atomic_exchange(&import_was_tried, true)))
+    /* Threads that come while it is imported wait for that. */
+    if (name != NULL && module == NULL && !atomic_load(&import_was_tried))
         module = PyImport_Import(name);
-    if (THREADS_ARE_FREE) atomic_store(&import_was_tried, true);
+    atomic_store(&import_was_tried, true);
     if (module != NULL) type = PyObject_GetAttrString(module, EXTENSIONS[extension].name);
     if (type != NULL && PyArray_DescrConverter(type, &descr) &&
         PyTypeNum_ISUSERDEF(descr->type_num)) {

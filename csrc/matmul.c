@@ -9,8 +9,9 @@ static PyObject *numpy_matmul(State *state)
     PyObject *module = PyImport_ImportModule("numpy");
     PyObject *function = module == NULL ? NULL : PyObject_GetAttrString(module, "matmul");
     Py_XDECREF(module);
+    if (function == NULL) return NULL;
     if (!SET_SHARED_ONCE(state->numpy_matmul, function)) /* another thread may have been faster */
-        Py_XDECREF(function);
+        Py_DECREF(function);
     return LOAD_SHARED(state->numpy_matmul);
 }
 

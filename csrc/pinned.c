@@ -121,21 +121,18 @@ static PyObject *pin_get_locked(PyObject *self, void *unused)
 
 static PyObject *pin_repr(PyObject *self)
 {
-    static const char RELEASED[] = "<gpuops.pin, released>";
-    const PinObject *object = (PinObject *)self;
-    if (LOAD_SHARED(object->pin) == NULL) return PyUnicode_FromString(RELEASED);
-    PyObject *array;
+    PyObject *array; /* which may be released meanwhile */
     BEGIN_ALONE(self);
-    array = HOLD_SHARED(object->array);
+    array = Py_XNewRef((PyObject *)((PinObject *)self)->array);
     END_ALONE();
-    if (THREADS_ARE_FREE && array == NULL) return PyUnicode_FromString(RELEASED);
+    if (array == NULL) return PyUnicode_FromString("<gpuops.pin, released>");
     PyObject *shape = PyObject_GetAttrString(array, "shape");
     PyObject *text = shape == NULL
                          ? NULL
                          : PyUnicode_FromFormat("<gpuops.pin of shape %R, dtype %S>", shape,
                                                 (PyObject *)PyArray_DESCR((PyArrayObject *)array));
     Py_XDECREF(shape);
-    RELEASE_SHARED(array);
+    Py_DECREF(array);
     return text;
 }
 

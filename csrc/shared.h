@@ -23,11 +23,6 @@
 #define SET_SHARED_ONCE(place, value)                                                              \
     __sync_bool_compare_and_swap(&(place), (__typeof__(place))NULL, (value))
 
-/* A reference of one's own to what another thread may let go of at any moment, or a borrowed one
- * where none can. */
-#define HOLD_SHARED(object) Py_XNewRef((PyObject *)(object))
-#define RELEASE_SHARED(object) Py_XDECREF((PyObject *)(object))
-
 /* In a deallocator. Another thread may be about to drop the last weak reference, so that only
  * Python can tell whether there are any. */
 #define CLEAR_WEAK_REFERENCES(self, list) PyObject_ClearWeakRefs(self)
@@ -40,8 +35,6 @@
 #define LOAD_SHARED(place) (place)
 #define STORE_SHARED(place, value) ((place) = (value))
 #define SET_SHARED_ONCE(place, value) ((place) == NULL ? ((place) = (value), true) : false)
-#define HOLD_SHARED(object) ((PyObject *)(object))
-#define RELEASE_SHARED(object) ((void)0)
 #define CLEAR_WEAK_REFERENCES(self, list)                                                          \
     do {                                                                                           \
         if ((list) != NULL) PyObject_ClearWeakRefs(self);                                          \

@@ -645,10 +645,11 @@ void memory_settle(void)
 
 bool memory_try_release(Memory *memory)
 {
-    int references = __atomic_load_n(&memory->references, __ATOMIC_RELAXED);
+    /* Of the last one, what those before have done is seen. */
+    int references = __atomic_load_n(&memory->references, __ATOMIC_ACQUIRE);
     while (references > 1)
         if (__atomic_compare_exchange_n(&memory->references, &references, references - 1, true,
-                                        __ATOMIC_ACQ_REL, __ATOMIC_RELAXED))
+                                        __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE))
             return true;
     Stream *stream = memory->stream;
     if (memory->foreign || memory->use_count > 0 || memory->unmarked || runtime_is_leaving() ||

@@ -240,7 +240,6 @@ print(set(found))
 """
 
 
-@pytest.mark.xfail(HAS_GIL, reason="with the GIL, those that come meanwhile are refused")
 def test_threads_need_ml_dtypes_at_once(fake_device):
     """It is imported when the first array of such a dtype comes, and those after that wait."""
     pytest.importorskip("ml_dtypes")
