@@ -427,24 +427,28 @@ def fork(*_):
     if child:
         children.append(child)
         return
+    if not in_call:
+        os._exit(4)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(20)
     children.clear()
     in_parent, forked_in, calls = False, turn, fake.calls()
     raise_or_return
 
-in_time, children, turn = 0, [], 0
+in_time, children, turn, in_call = 0, [], 0, False
 signal.signal(signal.SIGALRM, fork)
 signal.setitimer(signal.ITIMER_REAL, 0.15, 0.15)
 while in_time < 2:
     turn += 1
     try:
+        in_call = True
         CALL
+        in_call = False
     except (gpuops.ForkedProcessError, Ended):
         signal.setitimer(signal.ITIMER_REAL, 0)
         assert not in_parent and fake.calls() == calls
         assert (gpuops.add(number, number, device="cpu") == 2 * number).all()
-        os._exit(0 if turn == forked_in else 4)  # 4: between two calls
+        os._exit(0 if turn == forked_in else 4)  # 4: after the call, or between two
     while children:
         status = os.waitstatus_to_exitcode(os.waitpid(children.pop(), 0)[1])
         assert status in (0, 4), status
