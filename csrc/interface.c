@@ -60,10 +60,10 @@ static bool first_describes_fields(PyObject *fields)
 
 static bool describes_fields(PyObject *fields)
 {
-    if (fields == NULL || !PyList_Check(fields) || PyList_Size(fields) == 0) return false;
+    if (fields == NULL || !PyList_Check(fields)) return false;
     bool result;
     BEGIN_ALONE(fields); /* it is not ours, and what is looked at is borrowed of it */
-    result = THREADS_ARE_FREE && PyList_Size(fields) == 0 ? false : first_describes_fields(fields);
+    result = PyList_Size(fields) > 0 && first_describes_fields(fields);
     END_ALONE();
     return result;
 }

@@ -571,10 +571,7 @@ static int kernel_set_dynamic_bytes_attribute(PyObject *self, PyObject *value, v
     }
     if (carry_out(state, kernel, do_set_dynamic_bytes, &work) < 0) return -1;
     /* All else is as it was, and others may be reading it. */
-    if (THREADS_ARE_FREE)
-        STORE_SHARED(kernel->info.max_dynamic_shared_bytes, work.info.max_dynamic_shared_bytes);
-    else
-        kernel->info = work.info;
+    STORE_SHARED(kernel->info.max_dynamic_shared_bytes, work.info.max_dynamic_shared_bytes);
     return 0;
 }
 

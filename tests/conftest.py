@@ -203,6 +203,15 @@ def in_any_order(fake, request):
     return fake
 
 
+@pytest.fixture
+def short_switch_interval():
+    """Threads take turns within a few lines of Python."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(before)
+
+
 @contextlib.contextmanager
 def leaving_nothing(device):
     if device.fake is None:

@@ -26,14 +26,6 @@ SECONDS = 1.0
 HAS_GIL = not hasattr(sys, "_is_gil_enabled") or sys._is_gil_enabled()
 
 
-@pytest.fixture
-def short_switch_interval():
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    yield
-    sys.setswitchinterval(before)
-
-
 def in_threads(work, count=THREADS):
     run_threads([functools.partial(work, number) for number in range(count)])
 

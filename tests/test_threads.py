@@ -5,7 +5,6 @@ Each race lasts for two seconds, or for GPUOPS_TEST_SECONDS.
 
 import ctypes
 import os
-import sys
 import threading
 import time
 from itertools import pairwise
@@ -19,14 +18,6 @@ from rtc import saxpy_module
 
 THREADS = 8
 RACE_SECONDS = float(os.environ.get("GPUOPS_TEST_SECONDS", 2))
-
-
-@pytest.fixture
-def short_switch_interval():
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    yield
-    sys.setswitchinterval(before)
 
 
 def test_eight_threads_on_shared_arrays(gpuops, device, short_switch_interval):
