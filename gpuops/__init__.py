@@ -28,7 +28,6 @@ Importing this package makes no CUDA call. Run ``python -m gpuops demo`` to see 
 
 import contextlib
 import contextvars
-import importlib
 import threading
 from typing import Any, NamedTuple, Self
 
@@ -45,26 +44,12 @@ except ModuleNotFoundError:
 # A row in kernels/ops.def is enough to publish an operator here.
 from . import _core
 from ._core import *  # noqa: F403
+from ._jit import CompileError, compile  # noqa: A004
+from ._route import explain, last_route
 
-# What is not always asked for, whose code stays out of the import until then, and where it is.
-_LAZY = {"CompileError": "_compile", "compile": "_compile"}
-_LAZY |= {"explain": "_route", "last_route": "_route"}
-
-__all__ = ["Device", "__version__", "device", "devices", "pinned_memory", "show_config"]
+__all__ = ["CompileError", "Device", "__version__", "compile", "device", "devices", "explain"]
+__all__ += ["last_route", "pinned_memory", "show_config"]
 __all__ += [name for name in vars(_core) if not name.startswith("_")]
-__all__ += _LAZY
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = importlib.import_module(f".{_LAZY[name]}", __name__)
-    globals().update({lazy: getattr(module, lazy) for lazy in _LAZY if hasattr(module, lazy)})
-    return globals()[name]
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAZY})
 
 
 class Device(NamedTuple):

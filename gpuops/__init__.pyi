@@ -2,7 +2,6 @@ import contextlib
 import threading
 from typing import Any, Literal, NamedTuple, Self, TypeAlias, overload
 
-from ._compile import CompileError, compile  # noqa: A004
 from ._core import (
     DeviceArray,
     DeviceError,
@@ -47,6 +46,7 @@ from ._core import (
     to_device,
     zeros,
 )
+from ._jit import CompileError, compile  # noqa: A004
 from ._route import explain, last_route
 
 __all__ = [

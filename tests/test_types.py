@@ -150,7 +150,7 @@ def names_in(path):
     return {
         name.name
         for node in imports
-        if node.module in ("_compile", "_route")
+        if node.module in ("_jit", "_route")
         for name in node.names
     } | {
         node.name if not isinstance(node, ast.AnnAssign) else node.target.id
