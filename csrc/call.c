@@ -862,7 +862,9 @@ static int open_call(State *state, const Signature *signature, PyObject **values
     const Operand **leader = &opened->leader;
     set_defaults(signature, call);
     arguments->count = 0;
-    memset(&arguments->out, 0, offsetof(Operand, view));
+    arguments->out.object = NULL; /* and nobody looks at the rest, but for these two */
+    arguments->out.array = NULL;
+    arguments->out.pending = false;
     arguments->huge = 0;
     arguments->fill = NULL;
     arguments->wanted = NULL;

@@ -264,7 +264,7 @@ PyObject *explain_on_device(const Call *call);
 extern PyMethodDef route_methods[];
 
 /* device.c */
-int keep_environment(void); /* at import, where threads are free */
+int keep_environment(void); /* at import */
 int read_device(PyObject *object, int *device);
 int read_ordinal(State *state, PyObject *object, const char *op, int *ordinal);
 Status count_devices(void *count); /* for without_gil; an int */

@@ -1,5 +1,5 @@
 /* Devices: which one is meant, which there are, and a greeting from each of their threads. */
-#include "core.h"
+#include "foreign.h"
 
 /* What `with gpuops.device(...)` set on this thread. */
 enum { DEVICE_UNSET = INT_MIN };
@@ -26,30 +26,36 @@ static int parse_device(const char *text, int *device)
 static const char *const EXPECTED =
     "'cpu', 'cuda', 'cuda:0' (or another ordinal, also as an int) or 'auto'";
 
-#ifdef Py_GIL_DISABLED
-
-/* Without Python's lock, getenv may read a list of variables that another thread has just moved, by
- * os.environ["name"] = ...: the C library does not keep the two apart. The dict behind os.environ,
- * in which names and values are bytes, does. It is there for as long as the process, and so is what
- * is kept here: to look for it would take as long as a small call. */
+/* The dict behind os.environ, in which names and values are bytes. To look there takes a fraction
+ * of the time of getenv, which compares every name; and Python keeps its threads apart in it, as
+ * the C library does not: getenv may read a list of variables that another thread has just moved.
+ * It is there for as long as the process, and so is what is kept here. NULL: the program has put
+ * something else in the place of os.environ. */
 static PyObject *environment, *variable;
 
 int keep_environment(void)
 {
     if (variable == NULL) variable = PyBytes_FromString("GPUOPS_DEVICE");
     if (variable == NULL || environment != NULL) return variable == NULL ? -1 : 0;
-    PyObject *module = PyImport_ImportModule("os");
+    PyObject *module = PyImport_ImportModule("os"), *data = NULL;
     PyObject *environ = module == NULL ? NULL : PyObject_GetAttrString(module, "environ");
-    if (environ != NULL) environment = PyObject_GetAttrString(environ, "_data");
+    const int status = environ == NULL ? -1 : find_attribute(environ, "_data", &data);
+    if (data != NULL && PyDict_CheckExact(data))
+        environment = data;
+    else
+        Py_XDECREF(data);
     Py_XDECREF(environ);
     Py_XDECREF(module);
-    return environment == NULL ? -1 : 0;
+    return status;
 }
+
+#ifdef Py_GIL_DISABLED
 
 static const char *variable_of_device(void)
 {
     static _Thread_local char text[128]; /* what is longer is wrong in any case */
     PyObject *value;
+    if (environment == NULL) return getenv("GPUOPS_DEVICE");
     if (PyDict_GetItemRef(environment, variable, &value) <= 0) {
         PyErr_Clear();
         return NULL;
@@ -63,7 +69,10 @@ static const char *variable_of_device(void)
 
 static const char *variable_of_device(void)
 {
-    return getenv("GPUOPS_DEVICE");
+    if (environment == NULL) return getenv("GPUOPS_DEVICE");
+    PyObject *value = PyDict_GetItemWithError(environment, variable);
+    if (value == NULL) PyErr_Clear();
+    return value == NULL ? NULL : PyBytes_AsString(value);
 }
 
 #endif

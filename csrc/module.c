@@ -85,7 +85,7 @@ static int execute(PyObject *module)
     if (import_numpy() < 0) return -1;
     blas_set_finder(find_blas);
     start_ticks();
-    if (THREADS_ARE_FREE && keep_environment() < 0) return -1;
+    if (keep_environment() < 0) return -1;
     State *state = PyModule_GetState(module);
 
     state->device_error = add_exception(module, "gpuops.DeviceError",

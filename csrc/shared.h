@@ -9,8 +9,6 @@
 
 #ifdef Py_GIL_DISABLED
 
-#define THREADS_ARE_FREE true
-
 /* What stands between these two is done by one thread at a time for the same object, as long as no
  * Python code runs in it. There is no way out of it but through its end. */
 #define BEGIN_ALONE(object) Py_BEGIN_CRITICAL_SECTION(object)
@@ -29,7 +27,6 @@
 
 #else
 
-#define THREADS_ARE_FREE false
 #define BEGIN_ALONE(object) {
 #define END_ALONE() }
 #define LOAD_SHARED(place) (place)

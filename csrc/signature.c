@@ -111,8 +111,9 @@ int bind_arguments(const Signature *signature, PyObject *const *args, Py_ssize_t
     for (Py_ssize_t i = 0; i < keywords; i++)
         if (bind_keyword(signature, PyTuple_GetItem(names, i), args[count + i], values) < 0)
             return -1;
-    for (int i = (int)count; i < signature->count; i++) {
-        if (values[i] == NULL && signature->parameters[i].required) {
+    /* None of them comes after one that has a default. */
+    for (int i = (int)count; i < signature->count && signature->parameters[i].required; i++) {
+        if (values[i] == NULL) {
             PyErr_Format(PyExc_TypeError, "%s() missing required argument '%U' (pos %d)",
                          signature->op.name, signature->parameters[i].name, i + 1);
             return -1;
