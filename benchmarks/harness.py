@@ -178,6 +178,8 @@ class Run:
         for name, contestant in case.contestants.items():
             try:
                 inputs[name] = _converted(contestant, case)
+                if contestant.before is not None:
+                    contestant.before()
                 if expected:
                     _check(contestant, inputs[name], expected, case.tolerance)
                 else:
