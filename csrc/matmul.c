@@ -69,11 +69,13 @@ static bool is_scaling(PyArrayObject *a, PyArrayObject *b)
 }
 
 /* For matrices as a BLAS takes them numpy.dot makes the same call of it, and comes to it in half
- * the time. It writes to arrays in C order only. */
+ * the time. It writes to arrays in C order only, and clears them first, which takes longer than
+ * that where they are not small. */
 static bool is_for_dot(PyArrayObject *a, PyArrayObject *b, PyArrayObject *out)
 {
+    enum { MOST_BYTES = 16 << 10 }; /* which are cleared in the time that is saved */
     const int type = PyArray_TYPE(out);
-    if (is_scaling(a, b)) return false;
+    if (is_scaling(a, b) || PyArray_NBYTES(out) > MOST_BYTES) return false;
     return PyArray_NDIM(a) <= 2 && PyArray_NDIM(b) <= 2 && PyArray_ISONESEGMENT(a) &&
            PyArray_ISONESEGMENT(b) && PyArray_ISCARRAY(out) &&
            (PyTypeNum_ISFLOAT(type) || PyTypeNum_ISCOMPLEX(type));

@@ -148,10 +148,7 @@ def names_in(path):
     # What is written in Python has its types in place, and its stub is an import.
     imports = [node for node in body if isinstance(node, ast.ImportFrom)]
     return {
-        name.name
-        for node in imports
-        if node.module in ("_jit", "_route")
-        for name in node.names
+        name.name for node in imports if node.module in ("_jit", "_route") for name in node.names
     } | {
         node.name if not isinstance(node, ast.AnnAssign) else node.target.id
         for node in body
