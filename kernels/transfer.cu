@@ -266,6 +266,7 @@ constexpr int64_t DIRECT_BYTES = 64 << 10; /* stretches that go to the driver wi
 
 struct Ring {
     char *buffers;
+    bool is_locked;
     cudaEvent_t events[RING_BUFFERS]; /* behind the last copy from or to each buffer, */
     bool pending[RING_BUFFERS];       /* which is not known to have passed */
     int64_t chunks;                   /* that have gone through it; also the next one's number */
@@ -305,12 +306,48 @@ Status pinned_limit(int64_t *bytes)
     return STATUS_OK;
 }
 
+/* A child has no use for it, and must not make copies of pages that the driver goes on to use. */
+static void keep_from_children(char *memory, bool keep)
+{
+    (void)madvise(memory, (size_t)ring_bytes(), keep ? MADV_DONTFORK : MADV_DOFORK);
+}
+
+/* What CUDA does not unlock, it may go on to use. */
 static void ring_destroy(Ring *ring)
 {
     for (int i = 0; i < RING_BUFFERS; i++)
         if (ring->events[i] != NULL) cuda_ignore(cudaEventDestroy(ring->events[i]));
-    if (ring->buffers != NULL) cuda_ignore(cudaFreeHost(ring->buffers));
+    if (ring->is_locked) {
+        const cudaError_t code = cudaHostUnregister(ring->buffers);
+        cuda_ignore(code);
+        ring->is_locked = code != cudaSuccess;
+    }
+    if (ring->buffers != NULL && !ring->is_locked) {
+        keep_from_children(ring->buffers, false);
+        host_give(ring->buffers);
+    }
     free(ring);
+}
+
+static void touch_pages(void *memory, int64_t begin, int64_t end)
+{
+    constexpr int64_t LEAST_PAGE_BYTES = 4 << 10;
+    char *pages = static_cast<char *>(memory);
+    for (int64_t at = begin; at < end; at += LEAST_PAGE_BYTES) pages[at] = 0;
+}
+
+/* Several threads clear huge pages, and the driver locks these, in a quarter of the time that it
+ * takes for memory of its own. */
+static cudaError_t lock_buffers(Ring *ring)
+{
+    ring->buffers = static_cast<char *>(host_take(ring_bytes()));
+    if (ring->buffers == NULL) return cudaErrorMemoryAllocation;
+    keep_from_children(ring->buffers, true);
+    parallel_for(ring_bytes(), HUGE_PAGE_BYTES, touch_pages, ring->buffers);
+    const cudaError_t code =
+        cudaHostRegister(ring->buffers, (size_t)ring_bytes(), cudaHostRegisterDefault);
+    ring->is_locked = code == cudaSuccess;
+    return code;
 }
 
 /* NULL where there is no memory to be page-locked, or where CUDA fails. The events are the ring's
@@ -319,9 +356,7 @@ static Ring *ring_create(void)
 {
     Ring *ring = static_cast<Ring *>(calloc(1, sizeof *ring));
     if (ring == NULL) return NULL;
-    void *memory = NULL;
-    cudaError_t code = cudaHostAlloc(&memory, (size_t)ring_bytes(), cudaHostAllocDefault);
-    ring->buffers = code == cudaSuccess ? static_cast<char *>(memory) : NULL;
+    cudaError_t code = lock_buffers(ring);
     for (int i = 0; i < RING_BUFFERS && code == cudaSuccess; i++)
         code = cudaEventCreateWithFlags(&ring->events[i], cudaEventDisableTiming);
     cuda_ignore(code);

@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import functools
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -198,7 +199,7 @@ def test_page_locked_memory_goes_directly(fake):
 
 
 def rings(fake, before):
-    bytes_now = fake.fake.live().pinned_bytes
+    bytes_now = fake.fake.live().registered_bytes
     assert (bytes_now - before) % RING_BYTES == 0
     return (bytes_now - before) // RING_BYTES
 
@@ -207,7 +208,7 @@ def rings(fake, before):
 def no_rings(fake):
     fake.gpuops.empty_cache(0)
     fake.gpuops.empty_cache(1)
-    return fake.fake.live().pinned_bytes
+    return fake.fake.live().registered_bytes
 
 
 def test_one_ring_for_one_copy_after_the_other(fake, no_rings):
@@ -268,9 +269,29 @@ def test_two_devices(fake, no_rings):
     assert fake.fake.current_device() == 0
 
 
+def bytes_kept_from_children():
+    total = size = 0
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name == "Size":
+            size = int(value.split()[0]) << 10
+        elif name == "VmFlags" and "dc" in value.split():
+            total += size
+    return total
+
+
+def test_children_have_no_rings(fake, no_rings):
+    """They could not use them, and copies of pages would part their parent from the driver."""
+    before = bytes_kept_from_children()
+    round_trip(fake.gpuops, numbers(ABOVE))
+    assert bytes_kept_from_children() >= before + RING_BYTES
+    fake.gpuops.empty_cache(0)
+    assert bytes_kept_from_children() == before
+
+
 def test_memory_that_cannot_be_page_locked(fake, no_rings):
     x = numbers(ABOVE)
-    with fake.fake.fail(1, OUT_OF_MEMORY, "from then on", "cudaHostAlloc") as fault:
+    with fake.fake.fail(1, OUT_OF_MEMORY, "from then on", "cudaHostRegister") as fault:
         round_trip(fake.gpuops, x)
         round_trip(fake.gpuops, x[::2].copy()[::2])
     assert fault.reached and rings(fake, no_rings) == 0
@@ -392,10 +413,10 @@ import gpuops
 
 fake = Fake(Path(gpuops.__path__[0]).with_name("cudart"))
 gpuops.gather(gpuops.to_device([1]), [0]).to_host()
-before = fake.live().pinned_bytes
+before = fake.live().registered_bytes
 
 def rings():
-    return (fake.live().pinned_bytes - before) / RING_BYTES
+    return (fake.live().registered_bytes - before) / RING_BYTES
 """
 
 
