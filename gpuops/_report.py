@@ -26,6 +26,7 @@ def configuration() -> dict:
     """Collect every fact of the report."""
     facts = dict(_core._config())
     facts["devices"] = [found._asdict() for found in devices()] if facts["device_count"] else []
+    facts["blas"] = _core._blas() if facts["devices"] else ""
     facts["nvrtc"] = _nvrtc()
     facts["python"] = platform.python_version()
     facts["numpy"] = numpy.__version__

@@ -4,27 +4,26 @@
  * both at a time.
  *
  * The first call waits for all this, which is to take less than 100 ms, so each step has a budget:
- * what it moves in all, and what that takes on a host with 16 cores, whose memory gives 70 GB/s and
- * which locks pages at 3 GB/s, and on an H200 behind a bus of 50 GB/s. benchmarks/bench_calibration
- * shows what it did take.
+ * what it moves in all, and what that takes on a host with 16 cores, whose memory gives 70 GB/s,
+ * and on an H200 behind a bus of 50 GB/s. benchmarks/bench_calibration shows what it did take.
  *
  *     step        what is done                                                  MiB   ms
- *     memory      is taken, and cleared                                         150    6
+ *     memory      is taken, and cleared                                         150    5
  *     cpu_small   8 operators, 6 runs of some 10 us each                         15    1
- *     cpu_large   the same, 2 or 3 runs of 0.2 to 1.6 ms each                  1600   15
- *     cpu_far     additions and rows, 3 runs each of 1.5 and of 0.5 ms          550    7
- *     device      a stream, and memory there that is cleared                     20    2
- *     up          copies of 4 KiB, 256 KiB and 16 MiB; a ring is locked          80   13
- *     down        the same, through that ring                                    50    2
+ *     cpu_large   the same, 2 or 3 runs of 0.2 to 2 ms each                    1000   12
+ *     cpu_far     additions and rows, 3 runs each of 1.5 and of 0.5 ms          550    4
+ *     device      a stream, and memory there that is cleared                     20    1
+ *     up          copies of 4 KiB, 256 KiB and 16 MiB; a ring is locked          80    4
+ *     down        the same, through that ring                                    50    3
  *     locked      4 MiB are locked, and sent up                                  25    2
- *     kernels     each operator once, which loads its kernels                    20   15
+ *     kernels     each operator once, which loads its kernels                    20   24
  *     starts      9 operators on arrays from the host, 6 runs of 60 us each      25    4
  *     both_ways   48 MiB up and down, 2 runs; another ring is locked            200   16
  *     on_gpu      8 operators, 6 runs of one call and 6 of five in a row          -    4
  *
  * Of those that do the same work only one is run. Of products of matrices only a small one is, of
  * integers, which are our own kernels' work: on the CPU they are NumPy's, which _calibration.py
- * times in some 4 ms more, and those of floats on the GPU may be that of a library that takes long
+ * times in some 7 ms more, and those of floats on the GPU may be that of a library that takes long
  * to open. There the number of multiprocessors and their clock tell.
  */
 #include "common.cuh"
@@ -35,15 +34,14 @@
 #include <time.h>
 
 /* A call: elements of float32 in each operand, of which a table may have more; the rows that are
- * taken of it, whose positions are as many bytes as the elements where they are half as many; and
- * the pixels of an image's side. */
+ * taken of it; and the pixels of an image's side. */
 struct Size {
     int64_t items, table, rows, image;
 };
 
-constexpr int64_t WEIGHTS = 5, GPU_ITEMS = 1 << 20, FAR_ROWS = 512 << 10;
+constexpr int64_t WEIGHTS = 5, GPU_ITEMS = 1 << 20, LARGE_ROWS = 512 << 10, FAR_ROWS = 512 << 10;
 constexpr Size SMALL = {SMALL_ITEMS, SMALL_ITEMS, SMALL_ITEMS / 2, 102}; /* SMALL_SUMS */
-constexpr Size LARGE = {LARGE_ITEMS, LARGE_ITEMS, LARGE_ITEMS / 2, 819}; /* LARGE_SUMS */
+constexpr Size LARGE = {LARGE_ITEMS, LARGE_ITEMS, LARGE_ROWS, 819};      /* LARGE_SUMS */
 constexpr Size FAR = {FAR_ITEMS, FAR_TABLE_ITEMS, FAR_ROWS, 0};
 constexpr Size ON_GPU = {GPU_ITEMS, GPU_ITEMS, GPU_ITEMS / 2, 1024};
 /* More than a slab has room for, and what leaves almost all of it empty. */
@@ -75,7 +73,7 @@ constexpr int64_t LARGE_BYTES = LARGE_ITEMS * (int64_t)sizeof(float),
                   FAR_BYTES = FAR_ITEMS * (int64_t)sizeof(float),
                   FAR_TABLE_BYTES = FAR_TABLE_ITEMS * (int64_t)sizeof(float),
                   GPU_BYTES = GPU_ITEMS * (int64_t)sizeof(float);
-constexpr int64_t LARGE_INDEX_BYTES = LARGE_ITEMS / 2 * (int64_t)sizeof(int64_t),
+constexpr int64_t LARGE_INDEX_BYTES = LARGE_ROWS * (int64_t)sizeof(int64_t),
                   FAR_ROW_BYTES = FAR_ROWS * (int64_t)sizeof(float),
                   FAR_INDEX_BYTES = FAR_ROWS * (int64_t)sizeof(int64_t),
                   GPU_INDEX_BYTES = GPU_ITEMS / 2 * (int64_t)sizeof(int64_t),

@@ -1085,6 +1085,7 @@ def quiet_path(name, call, **options):
 
 quiet_path("a greeting", lambda gpuops: gpuops.hello(2, 3, device="cpu"))
 quiet_path("the configuration", lambda gpuops: gpuops._core._config()["version"])
+quiet_path("the library of products", lambda gpuops: gpuops._core._blas())
 quiet_path("an unknown device", lambda gpuops: told(gpuops.hello, device="here"))
 quiet_path("an ordinal below zero", lambda gpuops: told(gpuops.hello, device=-1))
 quiet_path("threads beyond a block", lambda gpuops: told(gpuops.hello, threads=2000))
