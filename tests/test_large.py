@@ -240,6 +240,26 @@ def test_large_table_that_is_on_the_gpu(on_gpu):
     assert on_gpu.gather(d, at[-3:]).to_host()[-2:].tolist() == [77, 77]
 
 
+@pytest.mark.parametrize("index_dtype", ["i4", "i8"])
+@pytest.mark.parametrize("rows", [(8 << 20) - 3, (8 << 20) + 77])
+def test_elements_of_a_large_table_that_is_on_the_gpu(on_gpu, rows, index_dtype):
+    """Of many and of few elements, which are loaded in ways of their own."""
+    x = np.arange(64 << 20, dtype="f4") * 0.5
+    table = on_gpu.to_device(x)
+    indices = np.random.default_rng(5).integers(-len(x), len(x), rows).astype(index_dtype)
+    given = on_gpu.to_device(indices)
+    same(on_gpu.gather(table, given).to_host(), x[indices])
+    out = on_gpu.empty(rows + 1, "f4")
+    out.fill(7)
+    on_gpu.gather(table[1:], given, out=out[1:], mode="wrap")
+    same(out.to_host(), np.concatenate([[np.float32(7)], np.take(x[1:], indices, mode="wrap")]))
+    indices[-1] = len(x)
+    filled = on_gpu.gather(table, on_gpu.to_device(indices), mode="fill").to_host()
+    same(filled, np.where(indices == len(x), np.float32(0), x[indices % len(x)]))
+    with pytest.raises(IndexError, match=f"index {len(x)} is out of bounds"):
+        on_gpu.gather(table, on_gpu.to_device(indices)).to_host()
+
+
 def test_large_result_that_stays_on_the_gpu(on_gpu):
     """More than 2**31 single elements, and more than 4 GiB in rows."""
     needs_gpu_memory(on_gpu, 16 << 30)
