@@ -8,8 +8,6 @@ import doctest
 import inspect
 import os
 import pickle
-import shutil
-import subprocess
 import sys
 import threading
 import time
@@ -18,7 +16,7 @@ import warnings
 from pathlib import Path
 
 import pytest
-from helpers import package_parent, run_child
+from helpers import run_child
 
 from gpuops import _compile
 
@@ -888,53 +886,3 @@ def test_kernels_tell_their_parameters(gpu):
     assert str(module["plain"]) == "plain(x: const float32*, factor: float64, byte: uint8)"
     assert str(module["mangled"]) == "mangled(indices: int32*, points: void*, pair: 8 bytes)"
     assert str(module["scale<double>"]) == "scale<double>(values: float64*, factor: float64)"
-
-
-# Under NVIDIA's tools.
-
-OUTSIDE = """
-import numpy as np
-import gpuops
-source = "__global__ void outside(int* x, int n)\\n{\\n    int i = n;\\n    x[i] = 1;\\n}\\n"
-module = gpuops.compile(source, lineinfo=True)
-x = gpuops.empty(64, np.int32)
-module["outside"][1, 1](x, N)
-try:
-    gpuops.synchronize()
-except gpuops.DeviceError as error:
-    print(error)
-"""
-
-
-def under(tool, *options, source, folder):
-    path = os.pathsep.join([os.defpath, os.environ["PATH"], "/usr/local/cuda/bin"])
-    command = shutil.which(tool, path=path)
-    if command is None:
-        pytest.skip(f"{tool} is not installed")
-    script = folder / "script.py"
-    script.write_text(source)
-    environment = {**os.environ, "PYTHONPATH": package_parent(sys.modules["gpuops"])}
-    done = subprocess.run(
-        [command, *options, sys.executable, "-P", str(script)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    return done.stdout + done.stderr
-
-
-def test_compute_sanitizer_knows_the_lines(cuda_device, tmp_path):
-    source = OUTSIDE.replace("N)", "1 << 30)")
-    said = under("compute-sanitizer", "--tool", "memcheck", source=source, folder=tmp_path)
-    assert "Invalid __global__ write of size 4 bytes" in said, said
-    assert "source.cu:4" in said, said
-
-
-def test_ncu_profiles_a_kernel(cuda_device, tmp_path):
-    source = OUTSIDE.replace("N)", "3)")
-    options = ["--metrics", "sm__cycles_elapsed.max", "--clock-control", "none"]
-    said = under("ncu", *options, source=source, folder=tmp_path)
-    if "ERR_NVGPUCTRPERM" in said:
-        pytest.skip("the driver keeps the counters for root")
-    assert "outside" in said and "sm__cycles_elapsed.max" in said, said

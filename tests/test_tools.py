@@ -109,10 +109,11 @@ def test_a_sanitizer_sees_a_planted_bug(cuda_device, tool, tmp_path):
 
 
 def test_a_profiler_sees_a_kernel_of_ones_own(cuda_device, tmp_path):
-    command = [tool_called("ncu"), "--csv", "--metrics", "launch__registers_per_thread"]
-    command += ["--kernel-name", "kernel"]
+    command = [tool_called("ncu"), "--csv", "--clock-control", "none", "--kernel-name", "kernel"]
+    command += ["--metrics", "launch__registers_per_thread,sm__cycles_elapsed.max"]
     source = PLANTS["memcheck"][0]
     status, said = run_with(cuda_device.gpuops, command, tmp_path, source, [])
     if "LibraryNotLoaded" in said or "ERR_NVGPUCTRPERM" in said:
         pytest.skip("ncu may not read the counters of this machine")
     assert status == 0 and "launch__registers_per_thread" in said, said
+    assert "sm__cycles_elapsed.max" in said, said
