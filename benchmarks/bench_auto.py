@@ -102,7 +102,7 @@ def measure(run: Run) -> None:
     """Measure every operator at every size, and name the worst of them."""
     seconds, run.case_seconds = run.case_seconds, min(run.case_seconds, CASE_SECONDS)
     first = len(run.cases)
-    with gpuops.device(None):  # until here, what the contestants make the default
+    with gpuops.device(None):  # what the contestants make the default ends with this
         for name, operator in operators().items():
             for case in cases(run, name, operator):
                 run.measure(case)

@@ -287,9 +287,12 @@ static Status do_memory_info(void *context)
     return memory_info(work->device, &work->info);
 }
 
+/* Page-locked buffers become memory of the host. */
 static Status do_empty_cache(void *context)
 {
-    return memory_empty_cache(((MemoryWork *)context)->device);
+    const Status status = memory_empty_cache(((MemoryWork *)context)->device);
+    host_flush();
+    return status;
 }
 
 static Status do_flush_host(void *unused)

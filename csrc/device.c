@@ -60,9 +60,10 @@ static const char *variable_of_device(void)
         PyErr_Clear();
         return NULL;
     }
-    snprintf(text, sizeof text, "%s", PyBytes_AsString(value));
+    const bool is_text = PyBytes_Check(value);
+    if (is_text) snprintf(text, sizeof text, "%s", PyBytes_AsString(value));
     Py_DECREF(value);
-    return text;
+    return is_text ? text : NULL;
 }
 
 #else
@@ -72,7 +73,7 @@ static const char *variable_of_device(void)
     if (environment == NULL) return getenv("GPUOPS_DEVICE");
     PyObject *value = PyDict_GetItemWithError(environment, variable);
     if (value == NULL) PyErr_Clear();
-    return value == NULL ? NULL : PyBytes_AsString(value);
+    return value != NULL && PyBytes_Check(value) ? PyBytes_AsString(value) : NULL;
 }
 
 #endif

@@ -21,6 +21,7 @@ from . import _cache, _core
 # Matrices that take SMALL_SUMS, LARGE_SUMS and FAR_SUMS multiplications (kernels/gpuops.h).
 _SIDES = {"small": 64, "large": 256, "far": 813}
 _INTEGERS = 64
+_MOST_DOT_BYTES = 16 << 10  # MOST_BYTES of csrc/matmul.c
 _MOST_RUNS = 4
 _ENOUGH_SECONDS = 1e-3
 # What takes as long as this is hardly disturbed, and runs once.
@@ -109,7 +110,8 @@ def _add_products(rates: dict[str, float]) -> None:
 
 def _seconds_of_product(matrix: numpy.ndarray) -> float:
     """Return how long one multiplication takes, with its addition, in the way of csrc/matmul.c."""
-    multiply = numpy.dot if matrix.dtype.kind == "f" else numpy.matmul
+    is_for_dot = matrix.dtype.kind == "f" and matrix.nbytes <= _MOST_DOT_BYTES
+    multiply = numpy.dot if is_for_dot else numpy.matmul
     out = numpy.empty_like(matrix)
     return _fastest(lambda: multiply(matrix, matrix, out)) / len(matrix) ** 3
 

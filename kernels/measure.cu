@@ -10,7 +10,7 @@
  *     step        what is done                                                  MiB   ms
  *     memory      is taken, and cleared                                         150    5
  *     cpu_small   8 operators, 6 runs of some 10 us each                         15    1
- *     cpu_large   the same, 2 or 3 runs of 0.2 to 2 ms each                    1000   12
+ *     cpu_large   the same, 2 to 6 runs of 0.2 to 2 ms each                    1000   12
  *     cpu_far     additions and rows, 3 runs each of 1.5 and of 0.5 ms          550    4
  *     device      a stream, and memory there that is cleared                     20    1
  *     up          copies of 4 KiB, 256 KiB and 16 MiB; a ring is locked          80    4

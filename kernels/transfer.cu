@@ -307,12 +307,12 @@ Status pinned_limit(int64_t *bytes)
 }
 
 /* A child has no use for it, and must not make copies of pages that the driver goes on to use. */
-static void keep_from_children(char *memory, bool keep)
+static bool keep_from_children(char *memory, bool keep)
 {
-    (void)madvise(memory, (size_t)ring_bytes(), keep ? MADV_DONTFORK : MADV_DOFORK);
+    return madvise(memory, (size_t)ring_bytes(), keep ? MADV_DONTFORK : MADV_DOFORK) == 0;
 }
 
-/* What CUDA does not unlock, it may go on to use. */
+/* What CUDA does not unlock, it may go on to use; and results are for children too. */
 static void ring_destroy(Ring *ring)
 {
     for (int i = 0; i < RING_BUFFERS; i++)
@@ -322,10 +322,7 @@ static void ring_destroy(Ring *ring)
         cuda_ignore(code);
         ring->is_locked = code != cudaSuccess;
     }
-    if (ring->buffers != NULL && !ring->is_locked) {
-        keep_from_children(ring->buffers, false);
-        host_give(ring->buffers);
-    }
+    if (!ring->is_locked && keep_from_children(ring->buffers, false)) host_give(ring->buffers);
     free(ring);
 }
 
@@ -340,9 +337,7 @@ static void touch_pages(void *memory, int64_t begin, int64_t end)
  * takes for memory of its own. */
 static cudaError_t lock_buffers(Ring *ring)
 {
-    ring->buffers = static_cast<char *>(host_take(ring_bytes()));
-    if (ring->buffers == NULL) return cudaErrorMemoryAllocation;
-    keep_from_children(ring->buffers, true);
+    (void)keep_from_children(ring->buffers, true);
     parallel_for(ring_bytes(), HUGE_PAGE_BYTES, touch_pages, ring->buffers);
     const cudaError_t code =
         cudaHostRegister(ring->buffers, (size_t)ring_bytes(), cudaHostRegisterDefault);
@@ -356,6 +351,11 @@ static Ring *ring_create(void)
 {
     Ring *ring = static_cast<Ring *>(calloc(1, sizeof *ring));
     if (ring == NULL) return NULL;
+    ring->buffers = static_cast<char *>(host_take(ring_bytes()));
+    if (ring->buffers == NULL) {
+        free(ring);
+        return NULL;
+    }
     cudaError_t code = lock_buffers(ring);
     for (int i = 0; i < RING_BUFFERS && code == cudaSuccess; i++)
         code = cudaEventCreateWithFlags(&ring->events[i], cudaEventDisableTiming);

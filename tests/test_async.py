@@ -17,7 +17,7 @@ import operators
 import pytest
 import reference
 from capsules import Producer, new_kind
-from helpers import INDEX_DTYPES, filled_array, run_child, same
+from helpers import INDEX_DTYPES, filled_array, keep_busy, run_child, same
 
 MODES = ["raise", "wrap", "clip", "fill"]
 SCHEDULERS = [("now", 0), ("lazy", 0), *(("shuffled", seed) for seed in range(4))]
@@ -96,16 +96,6 @@ def foreign(gpuops, host, view):
     """`view(host)`, on the device: an array of somebody else's, of any strides."""
     host = np.ascontiguousarray(host)
     return Interface(gpuops.to_device(host), view(host), host)
-
-
-def keep_busy(gpuops, gpu, stream):
-    """Gives a stream work for some tens of milliseconds, on a GPU, or until somebody waits."""
-    rows, columns, turns = (16, 1 << 26, 100) if gpu.fake is None else (4, 4, 10)
-    table = gpuops.empty((rows, columns), "u1", stream=stream)
-    out = gpuops.empty((rows, columns), "u1", stream=stream)
-    order = gpuops.to_device(np.arange(rows), stream=stream)
-    for _ in range(turns):
-        gpuops.gather(table, order, out=out, stream=stream)
 
 
 class Neighbour:

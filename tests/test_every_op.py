@@ -92,6 +92,13 @@ def test_stub_has_the_signature_of_the_row(gpuops, operator):
         assert kind in seen[name]
 
 
+def test_required_parameters_come_first(operator):
+    """Where arguments are bound, nothing is looked for behind the first that has a default."""
+    parameters = parameters_of(operator).parameters.values()
+    required = [parameter.default is parameter.empty for parameter in parameters]
+    assert required == sorted(required, reverse=True)
+
+
 SECTIONS = ["Parameters", "Returns", "Raises", "See Also", "Notes", "References", "Examples"]
 
 

@@ -426,6 +426,7 @@ def fork(*_):
     child = os.fork()
     if child:
         children.append(child)
+        signal.setitimer(signal.ITIMER_REAL, 0.15)  # and not while it is still forking
         return
     if not in_call:
         os._exit(4)
@@ -437,7 +438,7 @@ def fork(*_):
 
 in_time, children, turn, in_call = 0, [], 0, False
 signal.signal(signal.SIGALRM, fork)
-signal.setitimer(signal.ITIMER_REAL, 0.15, 0.15)
+signal.setitimer(signal.ITIMER_REAL, 0.15)
 while in_time < 2:
     turn += 1
     try:

@@ -8,11 +8,14 @@ import importlib
 import json
 import re
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 from helpers import run_child
 from operators import EXAMPLES, OPERATORS, ROOT, required_arguments
+
+from gpuops import _calibration
 
 # A machine with a fast GPU behind a slow link, where a unit of work takes the CPU a nanosecond.
 RATES = {"integer_factor": 10.0, "gpu_double_factor": 2.0, "gpu_short_factor": 0.125}
@@ -645,14 +648,18 @@ seen = set()
 def watch(name):
     function = getattr(np, name)
     def call(a, b, out):
-        seen.add((name, a.dtype.kind))
+        seen.add((name, a.dtype.kind, len(a)))
         return function(a, b, out)
     setattr(np, name, call)
 watch("dot")
 watch("matmul")
 calibration._add_products(rates)
-assert seen == {("dot", "f"), ("matmul", "i")}, seen
+large = [("matmul", "f", side) for side in (256, 813)]
+assert seen == {("dot", "f", 64), ("matmul", "i", 64), *large}, seen
 """)
+    source = Path(ROOT, "csrc", "matmul.c").read_text()
+    most = re.search(r"MOST_BYTES = (\d+) << 10", source)
+    assert int(most[1]) << 10 == _calibration._MOST_DOT_BYTES
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ import ctypes
 import gc
 import inspect
 import itertools
-import os
 import sys
 import threading
 import time
@@ -13,7 +12,7 @@ import weakref
 
 import numpy as np
 import pytest
-from helpers import filled_array, run_child, same
+from helpers import filled_array, keep_busy, run_child, same
 
 SCHEDULERS = [("now", 0), ("lazy", 0), ("shuffled", 1), ("shuffled", 2), ("shuffled", 3)]
 
@@ -56,20 +55,6 @@ class Foreign:
 
 def foreign(stream):
     return Foreign((0, stream.ptr))
-
-
-def keep_busy(gpuops, gpu, stream):
-    """Gives a stream work for some tens of milliseconds, on a GPU, or until somebody waits.
-
-    Under compute-sanitizer that is much longer; GPUOPS_TEST_CALLS is the most kernels there.
-    """
-    rows, columns, turns = (16, 1 << 26, 100) if gpu.fake is None else (4, 4, 10)
-    turns = min(turns, int(os.environ.get("GPUOPS_TEST_CALLS", turns)))
-    table = gpuops.zeros((rows, columns), "u1", stream=stream)
-    out = gpuops.empty((rows, columns), "u1", stream=stream)
-    order = gpuops.to_device(np.arange(rows), stream=stream)
-    for _ in range(turns):
-        gpuops.gather(table, order, out=out, stream=stream)
 
 
 # What a stream is.

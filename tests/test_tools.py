@@ -91,7 +91,7 @@ def run_with(gpuops, tool, folder, source, options):
 
 
 def tool_called(name):
-    path = shutil.which(name)
+    path = shutil.which(name, path=os.environ["PATH"] + os.pathsep + "/usr/local/cuda/bin")
     if path is None:
         pytest.skip(f"{name} is not installed")
     return path

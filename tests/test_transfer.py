@@ -269,15 +269,20 @@ def test_two_devices(fake, no_rings):
     assert fake.fake.current_device() == 0
 
 
-def bytes_kept_from_children():
+def bytes_of_mappings(wanted, flag=None):
+    """The sum of what /proc says under a name of all memory of this process, or with a flag."""
     total = size = 0
     for line in Path("/proc/self/smaps").read_text().splitlines():
         name, _, value = line.partition(":")
-        if name == "Size":
+        if name == wanted:
             size = int(value.split()[0]) << 10
-        elif name == "VmFlags" and "dc" in value.split():
+        elif name == "VmFlags" and (flag is None or flag in value.split()):
             total += size
     return total
+
+
+def bytes_kept_from_children():
+    return bytes_of_mappings("Size", "dc")
 
 
 def test_children_have_no_rings(fake, no_rings):
@@ -287,6 +292,30 @@ def test_children_have_no_rings(fake, no_rings):
     assert bytes_kept_from_children() >= before + RING_BYTES
     fake.gpuops.empty_cache(0)
     assert bytes_kept_from_children() == before
+
+
+def test_the_system_gets_the_memory_of_rings_back(fake, no_rings):
+    round_trip(fake.gpuops, numbers(ABOVE))
+    fake.gpuops.empty_cache(0)
+    assert bytes_of_mappings("LazyFree") < RING_BYTES  # of which none is kept for results
+
+
+def test_no_memory_for_a_ring_is_no_error_of_cuda(fake_device):
+    """What somebody else's call has left there stays."""
+    source = """
+import resource
+x = numbers(LEAST)
+gpuops.to_device(x[:100]).to_host()
+assert fake.library.cudaSetDevice(99) == 101
+size = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (size + RING_BYTES // 2, -1))
+d = gpuops.to_device(x)
+resource.setrlimit(resource.RLIMIT_AS, (-1, -1))
+print(rings(), fake.library.cudaGetLastError())
+round_trip(gpuops, x)
+print(rings())
+"""
+    assert in_child(fake_device, source).split() == ["0.0", "101", "1.0"]
 
 
 def test_memory_that_cannot_be_page_locked(fake, no_rings):
