@@ -26,25 +26,27 @@ def position(at, size, mode):
     return period[at % len(period)]
 
 
-def shifted(image, down, right, mode, cval):
-    """The image with every pixel replaced by the one so far below and to the right of it."""
-    height, width = image.shape
-    rows = [position(y + down, height, mode) for y in range(height)]
-    columns = [position(x + right, width, mode) for x in range(width)]
-    known = image[[row or 0 for row in rows]][:, [column or 0 for column in columns]]
-    beyond = np.zeros(image.shape, bool)
-    beyond[[row is None for row in rows]] = True
-    beyond[:, [column is None for column in columns]] = True
-    return np.where(beyond, cval, known)
+def extended(image, top, left, rows, columns, mode, cval):
+    """So many rows and columns of the image and what lies beyond it, from above and left of it."""
+    down = [position(y - top, image.shape[0], mode) for y in range(rows)]
+    across = [position(x - left, image.shape[1], mode) for x in range(columns)]
+    known = image[[y or 0 for y in down]][:, [x or 0 for x in across]]
+    known[[y is None for y in down]] = cval
+    known[:, [x is None for x in across]] = cval
+    return known
 
 
 def correlate_image(image, weights, mode, cval, origin, dtype=np.float64):
     image, weights = image.astype(dtype), weights.astype(dtype)
     total = np.zeros(image.shape, dtype)
+    if image.size == 0:
+        return total
+    (height, width), (rows, columns) = image.shape, weights.shape
     top, left = (size // 2 + o for size, o in zip(weights.shape, origin, strict=True))
+    around = extended(image, top, left, height + rows - 1, width + columns - 1, mode, cval)
     for (i, j), weight in np.ndenumerate(weights):
         if abs(weight) > TINY:
-            total += weight * shifted(image, i - top, j - left, mode, dtype(cval))
+            total += weight * around[i : i + height, j : j + width]
     return total
 
 
