@@ -23,9 +23,11 @@ OUT_OF_MEMORY = 2
 
 
 REAL_PART_BYTES = constant("pipeline.cu", "PART_BYTES")
-PART_BYTES = 3 << 20  # on the fake, which is not fast; of four such parts each goes through a ring
 BUFFERS = constant("pipeline.cu", "BUFFERS")
-BUFFER_BYTES = constant("transfer.cu", "BUFFER_BYTES")
+# On the fake, which is not fast, parts and rings are small; of four parts each goes through a ring.
+DIVISOR = 16
+PART_BYTES = (3 << 20) // DIVISOR
+BUFFER_BYTES = constant("transfer.cu", "BUFFER_BYTES") // DIVISOR
 RING_BYTES = BUFFER_BYTES * constant("transfer.cu", "RING_BUFFERS")
 HUGE_PAGE_BYTES = constant("transfer.cu", "HUGE_PAGE_BYTES")
 LARGEST_WHOLE = BUFFERS * PART_BYTES
@@ -37,14 +39,31 @@ MARGIN = 100
 DEVICE_BYTES = 1 << 30  # of the fake's devices
 
 
+@contextlib.contextmanager
+def small_sizes(device):
+    """Rings that were made before stay as they are, and so these are given back."""
+    device.fake.set_memory_limit(DEVICE_BYTES)
+    device.fake.set_part_bytes(PART_BYTES)
+    give_back_rings(device)
+    device.fake.set_ring_divisor(DIVISOR)
+    yield
+    give_back_rings(device)
+
+
+def give_back_rings(device):
+    device.fake.run()
+    for ordinal in range(2):
+        device.gpuops.empty_cache(ordinal)
+
+
 @pytest.fixture
 def part(gpu):
     """The bytes of a part."""
     if gpu.fake is None:
-        return REAL_PART_BYTES
-    gpu.fake.set_memory_limit(DEVICE_BYTES)
-    gpu.fake.set_part_bytes(PART_BYTES)
-    return PART_BYTES
+        yield REAL_PART_BYTES
+        return
+    with small_sizes(gpu):
+        yield PART_BYTES
 
 
 @pytest.fixture
@@ -54,9 +73,8 @@ def gpuops(gpu, part):
 
 @pytest.fixture
 def fake(fake):
-    fake.fake.set_memory_limit(DEVICE_BYTES)
-    fake.fake.set_part_bytes(PART_BYTES)
-    return fake
+    with small_sizes(fake):
+        yield fake
 
 
 def between_margins(like):
@@ -92,6 +110,7 @@ def test_parts(fake, parts, more):
 def test_parts_without_a_test(fake):
     """Of the size that they have outside the tests."""
     fake.fake.set_part_bytes(0)
+    fake.fake.set_ring_divisor(1)
     for more, parts in [(0, 1), (1, BUFFERS + 1)]:
         x = numbers(BUFFERS * REAL_PART_BYTES + more)
         count, result = launches(fake, lambda x=x: fake.gpuops.add(x, x))
@@ -206,8 +225,8 @@ def test_broadcasting(in_any_order, fake, which):
 
 
 LEAST_CHUNKS = constant("transfer.cu", "LEAST_CHUNKS")
-SLICE_BYTES = constant("transfer.cu", "SLICE_BYTES")
-LEAST_RING_BYTES = constant("transfer.cu", "LEAST_RING_BYTES")
+SLICE_BYTES = constant("transfer.cu", "SLICE_BYTES") // DIVISOR
+LEAST_RING_BYTES = constant("transfer.cu", "LEAST_RING_BYTES") // DIVISOR
 
 
 def copies_of(size):
@@ -284,13 +303,13 @@ OVERLAPS = {
     "backward": lambda memory: (memory[::-1], memory),
     "in between": lambda memory: (memory[:-1:2], memory[1::2]),
     "by a part": lambda memory: (memory[: -PART_BYTES // 4], memory[PART_BYTES // 4 :]),
-    "transposed": lambda memory: (memory.reshape(1024, 1024).T, memory.reshape(1024, 1024)),
+    "transposed": lambda memory: (memory.reshape(256, 256).T, memory.reshape(256, 256)),
 }
 
 
 @pytest.mark.parametrize("overlap", OVERLAPS)
 def test_out_overlaps(in_any_order, overlap):
-    memory = filled_array(1 << 21 if overlap == "in between" else 1 << 20, "i8")
+    memory = filled_array(1 << 17 if overlap == "in between" else 1 << 16, "i8")
     if overlap == "by a part":
         memory = filled_array(LARGE // 2, "i4")
     x, out = OVERLAPS[overlap](memory)
@@ -574,16 +593,25 @@ def test_threads_call_at_once(fake, scheduler):
 
 SMALL_PARTS = {"GPUOPS_FAKE_PART_BYTES": str(PART_BYTES)}
 
-IN_CHILD = """
-import numpy as np
-from test_pipeline import LARGE, numbers, same
+FAKE_OF_CHILD = """
+from pathlib import Path
+from faults.fake import Fake
+from test_pipeline import *
 import gpuops
 
+fake = Fake(Path(gpuops.__path__[0]).with_name("cudart"))
+fake.set_ring_divisor(DIVISOR)
+"""
+
+IN_CHILD = (
+    FAKE_OF_CHILD
+    + """
 x, y = numbers(LARGE), numbers(LARGE, 1)
 same(gpuops.add(x, y, device="cuda"), x + y)
 out = np.zeros((2, LARGE), np.uint8)[:, ::-1]
 same(gpuops.add(np.stack([x, y]), y, out=out, device="cuda"), np.stack([x + y, y + y]))
 """
+)
 
 
 @pytest.mark.parametrize(
@@ -602,15 +630,10 @@ def test_environments(fake_device, environment):
     run_child(fake_device.gpuops, IN_CHILD, **SMALL_PARTS, **environment)
 
 
-WATCHED = """
+WATCHED = (
+    FAKE_OF_CHILD
+    + """
 import mmap, time
-from pathlib import Path
-import numpy as np
-from faults.fake import Fake
-from test_pipeline import *
-import gpuops
-
-fake = Fake(Path(gpuops.__path__[0]).with_name("cudart"))
 launches = 0
 
 def at_launch(number, look):
@@ -621,6 +644,7 @@ def at_launch(number, look):
             print(look())
     return fake.visit(visit)
 """
+)
 
 
 def watched(device, source, **environment):
@@ -676,13 +700,16 @@ def gets_there():
     return is_there()
 
 mincore = ctypes.CDLL(None).mincore
-x, out = numbers(LARGE), np.frombuffer(mmap.mmap(-1, LARGE), np.uint8)
+fake.set_ring_divisor(1)
+fake.set_part_bytes(3 << 20)
+x = numbers((9 << 20) + 4097)  # of several huge pages
+out = np.frombuffer(mmap.mmap(-1, len(x)), np.uint8)
 print(is_there())
 with at_launch(1, gets_there):
     gpuops.add(x, x, out=out, device="cuda")
 np.testing.assert_array_equal(out, x + x)
 """
-    said = watched(fake_device, source, **SMALL_PARTS, GPUOPS_NUM_THREADS="3")
+    said = watched(fake_device, source, GPUOPS_NUM_THREADS="3")
     assert said == "False\nTrue\n"
 
 
