@@ -206,6 +206,10 @@ def test_bfloat16(gpuops):
 @pytest.mark.parametrize("index_dtype", INDEX_DTYPES)
 def test_every_mode_with_every_index_dtype(gpuops, mode, index_dtype):
     random = np.random.default_rng(3)
+    dtypes = ["f4", "i2", "f8"]
+    # Tables of tiles take the fake GPU long. There a case has one of the dtypes, but each mode has
+    # all, and so has each dtype of indices.
+    few = [dtypes[(MODES.index(mode) + INDEX_DTYPES.index(index_dtype)) % len(dtypes)]]
     for count, size in ((40, 5), (3000, 50), (20_000, 11), (20_000, 15_000), (8000, 40_000)):
         bound = size if mode == "raise" else 3 * size
         info = np.iinfo(index_dtype)
@@ -222,7 +226,7 @@ def test_every_mode_with_every_index_dtype(gpuops, mode, index_dtype):
             kept = (places >= -size) & (places < size)
         if mode == "raise" and not kept.all():
             continue
-        for dtype in ("f4", "i2", "f8"):
+        for dtype in dtypes if size < 10_000 else few:
             x = np.zeros(size, dtype)
             gpuops.scatter_add(x, indices, values.astype(dtype), mode=mode)
             expected = added(np.zeros(size, dtype), places[kept], values[kept].astype(dtype))
