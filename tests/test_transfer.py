@@ -379,9 +379,9 @@ def test_a_call_fails_half_way(small_rings, function, number, mode, scheduler):
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_gpu_that_is_busy_for_long(fake, fails):
+def test_a_gpu_that_is_busy_for_long(small_rings, fails):
     """Then the workers are given back, and called again."""
-    x = numbers(ABOVE)
+    fake, x = small_rings, numbers(ABOVE_DIVIDED)
     with contextlib.ExitStack() as stack:
         enter = stack.enter_context
         enter(fake.fake.fail(1, NOT_READY, "from then on", "cudaEventQuery"))
@@ -414,9 +414,9 @@ def test_work_that_nothing_marks_the_end_of(fake, no_rings, scheduler):
     assert rings(fake, no_rings) == 0
 
 
-def test_while_another_stream_is_captured(fake):
-    gpuops = fake.gpuops
-    x = numbers(ABOVE)
+def test_while_another_stream_is_captured(small_rings):
+    fake, gpuops = small_rings, small_rings.gpuops
+    x = numbers(ABOVE_DIVIDED)
     captured, drawn_in = gpuops.Stream(), gpuops.Stream()
     fake.fake.set_capturing(captured.ptr, True)
     try:
