@@ -500,9 +500,13 @@ def test_queries_fail(fake, number):
 
 @pytest.mark.parametrize("number", [1, 2, 3])
 def test_the_end_cannot_be_waited_for(fake, number):
-    """The buffers are not used again before the work is over that could not be waited for."""
-    gpuops = fake.gpuops
-    x, y = fake.fake.page_locked(numbers(LARGE)), fake.fake.page_locked(numbers(LARGE, 1))
+    """The buffers are not used again before the work is over that could not be waited for.
+
+    They are large, so that what comes next would have them.
+    """
+    gpuops, size = fake.gpuops, DIVISOR * LARGE
+    fake.fake.set_part_bytes(DIVISOR * PART_BYTES)
+    x, y = fake.fake.page_locked(numbers(size)), fake.fake.page_locked(numbers(size, 1))
     out = fake.fake.page_locked(x)
     fake.fake.set_scheduler("lazy")
     with (
