@@ -10,15 +10,15 @@
  *     step        what is done                                                  MiB   ms
  *     memory      is taken, and cleared                                         150    5
  *     cpu_small   8 operators, 6 runs of some 10 us each                         15    1
- *     cpu_large   the same, 2 to 6 runs of 0.2 to 2 ms each                    1000   12
+ *     cpu_large   the same, 2 to 6 runs of 0.2 to 2 ms each                    1000   17
  *     cpu_far     additions and rows, 3 runs each of 1.5 and of 0.5 ms          550    4
  *     device      a stream, and memory there that is cleared                     20    1
  *     up          copies of 4 KiB, 256 KiB and 16 MiB; a ring is locked          80    4
  *     down        the same, through that ring                                    50    3
  *     locked      4 MiB are locked, and sent up                                  25    2
- *     kernels     each operator once, which loads its kernels                    20   24
+ *     kernels     each operator once, which loads its kernels                    20   28
  *     starts      9 operators on arrays from the host, 6 runs of 60 us each      25    4
- *     both_ways   48 MiB up and down, 2 runs; another ring is locked            200   16
+ *     both_ways   48 MiB up and down, 2 runs; another ring is locked            200   20
  *     on_gpu      8 operators, 6 runs of one call and 6 of five in a row          -    4
  *
  * Of those that do the same work only one is run. Of products of matrices only a small one is, of
