@@ -371,10 +371,11 @@ static PyObject *empty_cache(PyObject *module, PyObject *args, PyObject *keyword
     PyObject *device = Py_None;
     MemoryWork work = {.bytes = 0};
     if (!PyArg_ParseTupleAndKeywords(args, keywords, "|O:empty_cache", names, &device)) return NULL;
-    (void)without_gil(do_flush_host, NULL);
     int count;
-    if (device == Py_None && without_gil(count_devices, &count) == STATUS_DEVICE_ERROR)
+    if (device == Py_None && without_gil(count_devices, &count) == STATUS_DEVICE_ERROR) {
+        (void)without_gil(do_flush_host, NULL);
         Py_RETURN_NONE;
+    }
     if (read_ordinal(state, device, "empty_cache", &work.device) < 0) return NULL;
     Status status = without_gil(do_empty_cache, &work);
     if (status != STATUS_OK) return raise_status(state, status, "empty_cache", work.device);
