@@ -314,9 +314,10 @@ def test_children_have_no_rings(fake, no_rings):
 
 
 def test_the_system_gets_the_memory_of_rings_back(fake, no_rings):
+    before = bytes_of_mappings("LazyFree")  # what another build keeps for its results
     round_trip(fake.gpuops, numbers(ABOVE))
     fake.gpuops.empty_cache(0)
-    assert bytes_of_mappings("LazyFree") < RING_BYTES  # of which none is kept for results
+    assert bytes_of_mappings("LazyFree") < before + RING_BYTES
 
 
 def test_no_memory_for_a_ring_is_no_error_of_cuda(fake_device):
