@@ -1,24 +1,19 @@
 /* scatter and scatter_add on the CPU, in C order for every element of x: the last write wins, and
  * sums are those of numpy.add.at, bit for bit. So that this holds with several workers, each has
- * parts of x to itself: positions before the axis where there are enough of them, else a range of
- * the axis, for which it looks at all indices. */
+ * parts of x to itself: positions before the axis where there are enough of them, else ranges of
+ * the axis, whose elements are dealt out to it (scatter_ranges.cu) or, if they are long rows, among
+ * which it looks for its own. */
 #include "arithmetic.cuh"
-#include "scatter.cuh"
+#include "scatter_cpu.cuh"
 #include "transfer.cuh"
 
 #include <pthread.h>
 #include <stdlib.h>
-#include <string.h>
 
-/* What is worth waking a thread for, and what is worth looking at all indices in each of them. */
-constexpr int64_t GRAIN_BYTES = 512 << 10, PARTED_BYTES = 4 << 20;
+/* What is worth looking at all indices in each worker. */
+constexpr int64_t PARTED_BYTES = 4 << 20;
 constexpr int64_t LARGE_TABLE_BYTES = 1 << 20; /* more than a core's own cache */
-constexpr int BLOCK = 512; /* indices that are looked at before their rows are */
-constexpr int PREFETCH_DISTANCE = 24;
-constexpr int SUMS = 256; /* numbers of a row that are summed at once */
-
-using FindPlaces = int (*)(const Scatter &, int64_t first, int count, int64_t begin, int64_t end,
-                           int64_t *places, int *elements);
+constexpr int SUMS = 256;                      /* numbers of a row that are summed at once */
 
 struct Work {
     const Scatter *scatter;
@@ -30,22 +25,7 @@ struct Work {
     char value[8];   /* what it was when it was read */
     struct Entry *entries;
     int64_t entry_count;
-    const struct WideTable *wide;
 };
-
-template <class T>
-static inline T load(const char *at)
-{
-    T value;
-    memcpy(&value, at, sizeof value);
-    return value;
-}
-
-template <class T>
-static inline void store(char *at, T value)
-{
-    memcpy(at, &value, sizeof value);
-}
 
 /* Whether one of the indices is out of bounds. Both ends show in the highest bit, which leaves the
  * compiler a loop for vector instructions; no axis has as many as 2^62 places. */
@@ -83,53 +63,6 @@ static void check_range(void *context, int64_t begin, int64_t end)
         pthread_mutex_unlock(&work->lock);
         return;
     }
-}
-
-static int64_t axis_offset(const Scatter &scatter, int64_t place)
-{
-    if (scatter.axis_ndim == 1) return place * scatter.axis_strides[0];
-    int64_t offset = 0;
-    for (int i = scatter.axis_ndim - 1; i >= 0; i--) {
-        offset += place % scatter.axis_counts[i] * scatter.axis_strides[i];
-        place /= scatter.axis_counts[i];
-    }
-    return offset;
-}
-
-/* How far into values the element of an index lies. */
-static int64_t value_offset(const Scatter &scatter, int64_t element)
-{
-    const ScatterLoop *loops = scatter.loops + scatter.outer;
-    if (scatter.index == 1) return element * loops[0].value;
-    int64_t offset = 0;
-    for (int i = scatter.index - 1; i >= 0; i--) {
-        offset += element % loops[i].count * loops[i].value;
-        element /= loops[i].count;
-    }
-    return offset;
-}
-
-static void outer_offsets(const Scatter &scatter, int64_t number, int64_t *x, int64_t *value)
-{
-    *x = *value = 0;
-    for (int i = scatter.outer - 1; i >= 0; i--) {
-        const ScatterLoop &loop = scatter.loops[i];
-        *x += number % loop.count * loop.x;
-        *value += number % loop.count * loop.value;
-        number /= loop.count;
-    }
-}
-
-/* What is done with the rows under one index. The innermost loop goes to the function as a whole,
- * with a count and the strides. */
-template <class Function>
-static void for_inner(const ScatterLoop *loops, int count, char *x, const char *value,
-                      const Function &function)
-{
-    if (count == 0) return function(x, value, ScatterLoop{1, 0, 0});
-    if (count == 1) return function(x, value, loops[0]);
-    for (int64_t i = 0; i < loops[0].count; i++)
-        for_inner(loops + 1, count - 1, x + i * loops[0].x, value + i * loops[0].value, function);
 }
 
 /* Rows, as they are written; WIDTH is the length of one in bytes, or 0 for any. */
@@ -307,20 +240,26 @@ static void put_numbers_of(const Work *work)
         put_numbers<T, Index, ADDS, true, false>(work);
 }
 
-/* Whether that was the way, and it has been gone. Into a table that no cache holds, several workers
- * are quicker if there is enough to do. */
+/* Whether to deal out so many numbers by range costs less than to wait for memory, or than to have
+ * one worker. */
+static bool ranges_pay(const Work *work)
+{
+    constexpr int64_t LARGE_COUNT = 128 << 10, COUNT = 512 << 10;
+    constexpr int WORKERS = 8;
+    int threads = 1;
+    (void)cpu_threads(&threads);
+    const int64_t count = work->scatter->index_count;
+    return work->prefetch ? threads > 1 && count >= LARGE_COUNT
+                          : threads >= WORKERS && count >= COUNT;
+}
+
+/* Whether that was the way, and it has been gone. */
 template <class T, bool ADDS>
 static bool put_quickly(const Work *work)
 {
     const Scatter &scatter = *work->scatter;
-    constexpr int64_t UNCACHED_BYTES = 16 << 20;
-    int threads = 1;
-    (void)cpu_threads(&threads);
-    const bool parted = scatter.axis_size > UNCACHED_BYTES / (int64_t)sizeof(T) && threads > 1 &&
-                        scatter.index_count * (scatter.row_bytes + 16) >= PARTED_BYTES;
-    if (parted || scatter.outer > 0 || scatter.inner > 0 || scatter.index > 1 ||
-        scatter.axis_ndim > 1 || scatter.row_bytes != (int64_t)sizeof(T))
-        return false;
+    if (!is_of_numbers(scatter, sizeof(T))) return false;
+    if (ranges_pay(work) && put_by_ranges(scatter)) return true;
     if (scatter.index_dtype == DTYPE_INT64)
         put_numbers_of<T, int64_t, ADDS>(work);
     else if (scatter.index_dtype == DTYPE_INT32)
@@ -443,122 +382,10 @@ static void sum_range(void *context, int64_t begin, int64_t end)
     }
 }
 
-/* A table in float32. Nothing but what indices name is read or written back: another thread may be
- * changing it. */
-struct WideTable {
-    char *x;
-    float *sums;
-    int64_t *places;       /* of the indices */
-    bool *is_named;        /* a place */
-    int64_t items, stride; /* of a row */
-};
-
-template <class T, int COUNT>
-struct AddWider {
-    static void row(char *sums, const char *value, int64_t row_bytes)
-    {
-        const int64_t count = COUNT > 0 ? COUNT : row_bytes / (int64_t)sizeof(T);
-        float *wide = reinterpret_cast<float *>(sums);
-        for (int64_t i = 0; i < count; i++)
-            wide[i] += static_cast<float>(load<T>(value + i * sizeof(T)));
-    }
-};
-
 template <class T>
-static void widen_table(void *context, int64_t begin, int64_t end)
-{
-    const WideTable table = *static_cast<const WideTable *>(context);
-    for (int64_t i = begin; i < end; i++) {
-        if (!table.is_named[i]) continue;
-        for (int64_t k = 0; k < table.items; k++)
-            table.sums[i * table.items + k] =
-                static_cast<float>(load<T>(table.x + i * table.stride + k * sizeof(T)));
-    }
-}
-
-template <class T>
-static void round_table(void *context, int64_t begin, int64_t end)
-{
-    const WideTable table = *static_cast<const WideTable *>(context);
-    for (int64_t i = begin; i < end; i++) {
-        if (!table.is_named[i]) continue;
-        for (int64_t k = 0; k < table.items; k++)
-            store<T>(table.x + i * table.stride + k * sizeof(T),
-                     T(table.sums[i * table.items + k]));
-    }
-}
-
-/* The places that the indices mean, so that those that are named are those that are added to,
- * whatever others do to the indices. For none it is the one behind the last. */
-template <class Index>
-static void name_places(void *context, int64_t begin, int64_t end)
-{
-    const Work *work = static_cast<const Work *>(context);
-    const WideTable table = *work->wide;
-    const int64_t size = work->scatter->axis_size;
-    const Mode mode = work->scatter->mode;
-    const char *indices = work->scatter->indices;
-    for (int64_t i = begin; i < end; i++) {
-        const int64_t place = place_of(load<Index>(indices + i * sizeof(Index)), size, mode);
-        table.places[i] = place >= 0 ? place : size;
-        __atomic_store_n(&table.is_named[table.places[i]], true, __ATOMIC_RELAXED);
-    }
-}
-
-/* Sums for the whole table instead, where that is not much larger than what is added to it. False:
- * there was no room for them. */
-template <class T>
-static bool sum_in_table(Work *work)
-{
-    const Scatter &given = *work->scatter;
-    const int64_t items = given.row_bytes / (int64_t)sizeof(T), size = given.axis_size;
-    const size_t places_bytes = (size_t)given.index_count * sizeof(int64_t);
-    const size_t sums_bytes = (size_t)(size * items) * sizeof(float);
-    char *room = static_cast<char *>(malloc(places_bytes + sums_bytes + (size_t)size + 1));
-    if (room == NULL) return false;
-    WideTable table = {given.x,
-                       reinterpret_cast<float *>(room + places_bytes),
-                       reinterpret_cast<int64_t *>(room),
-                       reinterpret_cast<bool *>(room + places_bytes + sums_bytes),
-                       items,
-                       axis_offset(given, 1)};
-    memset(table.is_named, 0, (size_t)size);
-    work->wide = &table;
-    with_index_type(given.index_dtype, [&](auto zero) {
-        parallel_for(given.index_count, GRAIN_BYTES / (int64_t)sizeof(int64_t),
-                     name_places<decltype(zero)>, work);
-    });
-    const int64_t grain = GRAIN_BYTES / (items * (int64_t)sizeof(float)) + 1;
-    parallel_for(size, grain, widen_table<T>, &table);
-    Scatter wider = given;
-    wider.x = reinterpret_cast<char *>(table.sums);
-    wider.axis_ndim = 1;
-    wider.axis_strides[0] = items * (int64_t)sizeof(float);
-    wider.indices = room;
-    wider.index_dtype = DTYPE_INT64;
-    wider.mode = MODE_FILL;
-    work->scatter = &wider;
-    work->find = find_places<int64_t>;
-    if (items == 1)
-        run_rows<AddWider<T, 1>>(work);
-    else
-        run_rows<AddWider<T, 0>>(work);
-    work->scatter = &given;
-    parallel_for(size, grain, round_table<T>, &table);
-    free(room);
-    return true;
-}
-
-template <class T>
-static Status sum_rows(Work *work)
+static Status sort_and_sum(Work *work)
 {
     const Scatter &scatter = *work->scatter;
-    /* Numbers of the table to an index: for wider rows than these, sorting is quicker. */
-    constexpr int64_t FEW_NUMBERS = 4;
-    const int64_t items = scatter.row_bytes / (int64_t)sizeof(T);
-    if (scatter.outer == 0 && scatter.inner == 0 && scatter.axis_ndim <= 1 &&
-        scatter.axis_size <= FEW_NUMBERS * scatter.index_count / items && sum_in_table<T>(work))
-        return STATUS_OK;
     const size_t bytes = (size_t)scatter.index_count * sizeof(Entry);
     Entry *entries = static_cast<Entry *>(malloc(2 * bytes));
     if (entries == NULL)
@@ -581,6 +408,20 @@ static Status sum_rows(Work *work)
     parallel_for(count, GRAIN_BYTES / (row_bytes + 64) + 1, sum_range<T>, work);
     free(entries);
     return STATUS_OK;
+}
+
+/* Sorting is quicker where most places have no index, and for long rows where many have few. */
+template <class T>
+static Status sum_rows(Work *work)
+{
+    constexpr int64_t SHORT_ROW = 16, FEW_PLACES = 64, FEW_NUMBERS = 4; /* to an index */
+    const Scatter &scatter = *work->scatter;
+    const int64_t items = scatter.row_bytes / (int64_t)sizeof(T), count = scatter.index_count;
+    const int64_t most = items <= SHORT_ROW ? FEW_PLACES * count : FEW_NUMBERS * count / items;
+    if (scatter.outer == 0 && scatter.inner == 0 && scatter.axis_ndim <= 1 &&
+        scatter.axis_size <= most && put_by_ranges(scatter))
+        return STATUS_OK;
+    return sort_and_sum<T>(work);
 }
 
 /* Unsigned numbers stand for those with a sign too: their sums have the same bits. */
@@ -621,7 +462,7 @@ Status scatter_on_cpu(const Call *call, const Scatter &scatter)
 {
     const bool large =
         (double)scatter.axis_size * (double)scatter.row_bytes > (double)LARGE_TABLE_BYTES;
-    Work work = {&scatter, NULL, 1, large, PTHREAD_MUTEX_INITIALIZER, NULL, "", NULL, 0, NULL};
+    Work work = {&scatter, NULL, 1, large, PTHREAD_MUTEX_INITIALIZER, NULL, "", NULL, 0};
     with_index_type(scatter.index_dtype, [&](auto zero) {
         using Index = decltype(zero);
         work.find = find_places<Index>;
