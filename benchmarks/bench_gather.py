@@ -23,6 +23,8 @@ def measure(run: Run) -> None:
         run.say("\ntables on the host, results on the GPU (bytes of the results, counted once)")
         for width in TABLE_ROWS:
             run.measure(host_table(run, width, 128 * MEBI // scale))
+        for width in LONG_ROWS:  # so many that to begin and to end takes no time to speak of
+            run.measure(host_table(run, width, 1024 * MEBI // scale))
         run.say("\narrays on the GPU: the time of the work there")
         for case in device_cases(run, scale):
             run.measure(case)
@@ -106,6 +108,7 @@ def _gather(**options: Any) -> Contestant:
 # Rows of float32, and the rates in GB/s at which they shall go up from ordinary memory and from
 # page-locked memory.
 TABLE_ROWS = {16: (None, 12), 64: (None, 35), 128: (None, 50), 256: (40, 50), 1024: (40, 50)}
+LONG_ROWS = (64, 128, 256)
 
 
 def host_table(run: Run, width: int, size: int) -> Case:
