@@ -1,4 +1,4 @@
-/* Memory of the host for large results, which is kept warm.
+/* Memory of the host for large results, and for what calls need beside them, which is kept warm.
  *
  * Fresh memory costs a page fault for each page, and the kernel clears it, which takes about as
  * long as a large result takes to cross the bus. So results have huge pages, which make that

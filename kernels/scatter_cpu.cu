@@ -5,7 +5,6 @@
  * which it looks for its own. */
 #include "arithmetic.cuh"
 #include "scatter_cpu.cuh"
-#include "transfer.cuh"
 
 #include <pthread.h>
 #include <stdlib.h>
@@ -14,6 +13,12 @@
 constexpr int64_t PARTED_BYTES = 4 << 20;
 constexpr int64_t LARGE_TABLE_BYTES = 1 << 20; /* more than a core's own cache */
 constexpr int SUMS = 256;                      /* numbers of a row that are summed at once */
+
+constexpr int BLOCK = 512; /* indices that are looked at before what they name is */
+
+/* The places of a block of indices that lie in begin..end, and which of these indices they are. */
+using FindPlaces = int (*)(const Scatter &, int64_t first, int count, int64_t begin, int64_t end,
+                           int64_t *places, int *elements);
 
 struct Work {
     const Scatter *scatter;
@@ -63,6 +68,29 @@ static void check_range(void *context, int64_t begin, int64_t end)
         pthread_mutex_unlock(&work->lock);
         return;
     }
+}
+
+static void outer_offsets(const Scatter &scatter, int64_t number, int64_t *x, int64_t *value)
+{
+    *x = *value = 0;
+    for (int i = scatter.outer - 1; i >= 0; i--) {
+        const ScatterLoop &loop = scatter.loops[i];
+        *x += number % loop.count * loop.x;
+        *value += number % loop.count * loop.value;
+        number /= loop.count;
+    }
+}
+
+/* What is done with the rows under one index. The innermost loop goes to the function as a whole,
+ * with a count and the strides. */
+template <class Function>
+static void for_inner(const ScatterLoop *loops, int count, char *x, const char *value,
+                      const Function &function)
+{
+    if (count == 0) return function(x, value, ScatterLoop{1, 0, 0});
+    if (count == 1) return function(x, value, loops[0]);
+    for (int64_t i = 0; i < loops[0].count; i++)
+        for_inner(loops + 1, count - 1, x + i * loops[0].x, value + i * loops[0].value, function);
 }
 
 /* Rows, as they are written; WIDTH is the length of one in bytes, or 0 for any. */
@@ -166,11 +194,8 @@ static void walk_range(void *context, int64_t begin, int64_t end)
     const Work *work = static_cast<const Work *>(context);
     const Scatter &scatter = *work->scatter;
     const int64_t size = scatter.axis_size;
-    const auto bound = [&](int64_t range) { /* without the product, which may be too large */
-                                            return size / work->ranges * range +
-                                                   size % work->ranges * range / work->ranges;
-    };
-    walk<Row>(work, 0, loops_count(scatter.loops, scatter.outer), bound(begin), bound(end));
+    walk<Row>(work, 0, loops_count(scatter.loops, scatter.outer), share(size, begin, work->ranges),
+              share(size, end, work->ranges));
 }
 
 template <class Row>
@@ -244,16 +269,16 @@ static void put_numbers_of(const Work *work)
  * one worker. */
 static bool ranges_pay(const Work *work)
 {
-    constexpr int64_t LARGE_COUNT = 128 << 10, COUNT = 512 << 10;
+    constexpr int64_t LARGE_COUNT = 128 << 10, COUNT = 512 << 10, PLACES = 1 << 10;
     constexpr int WORKERS = 8;
     int threads = 1;
     (void)cpu_threads(&threads);
-    const int64_t count = work->scatter->index_count;
+    const int64_t count = work->scatter->index_count, places = work->scatter->axis_size;
     return work->prefetch ? threads > 1 && count >= LARGE_COUNT
-                          : threads >= WORKERS && count >= COUNT;
+                          : threads >= WORKERS && count >= COUNT && places >= PLACES;
 }
 
-/* Whether that was the way, and it has been gone. */
+/* False where an index does not name one number, or is of a rare type: nothing was done. */
 template <class T, bool ADDS>
 static bool put_quickly(const Work *work)
 {

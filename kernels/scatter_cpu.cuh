@@ -8,12 +8,7 @@
 #include <string.h>
 
 constexpr int64_t GRAIN_BYTES = 512 << 10; /* what is worth waking a thread for */
-constexpr int BLOCK = 512;                 /* indices that are looked at before what they name is */
 constexpr int PREFETCH_DISTANCE = 24;
-
-/* The places of a block of indices that lie in begin..end, and which of these indices they are. */
-using FindPlaces = int (*)(const Scatter &, int64_t first, int count, int64_t begin, int64_t end,
-                           int64_t *places, int *elements);
 
 template <class T>
 static inline T load(const char *at)
@@ -53,27 +48,10 @@ static inline int64_t value_offset(const Scatter &scatter, int64_t element)
     return offset;
 }
 
-static inline void outer_offsets(const Scatter &scatter, int64_t number, int64_t *x, int64_t *value)
+/* Where part `number` of a count begins, without a product that may be too large. */
+static inline int64_t share(int64_t count, int64_t number, int64_t parts)
 {
-    *x = *value = 0;
-    for (int i = scatter.outer - 1; i >= 0; i--) {
-        const ScatterLoop &loop = scatter.loops[i];
-        *x += number % loop.count * loop.x;
-        *value += number % loop.count * loop.value;
-        number /= loop.count;
-    }
-}
-
-/* What is done with the rows under one index. The innermost loop goes to the function as a whole,
- * with a count and the strides. */
-template <class Function>
-static void for_inner(const ScatterLoop *loops, int count, char *x, const char *value,
-                      const Function &function)
-{
-    if (count == 0) return function(x, value, ScatterLoop{1, 0, 0});
-    if (count == 1) return function(x, value, loops[0]);
-    for (int64_t i = 0; i < loops[0].count; i++)
-        for_inner(loops + 1, count - 1, x + i * loops[0].x, value + i * loops[0].value, function);
+    return count / parts * number + count % parts * number / parts;
 }
 
 /* Whether an index names one number of so many bytes, and nothing else. */
@@ -83,8 +61,9 @@ static inline bool is_of_numbers(const Scatter &scatter, size_t bytes)
            scatter.axis_ndim <= 1 && scatter.row_bytes == (int64_t)bytes;
 }
 
-/* scatter_ranges.cu, for single numbers and for any rows of 16-bit floats; false: nothing was done,
- * for there is no memory for it. */
+/* scatter_ranges.cu, for single numbers, and for rows of 16-bit floats without other loops than
+ * over indices, along an axis of one stride. False: there is no memory for it, and nothing was
+ * done. */
 bool put_by_ranges(const Scatter &scatter);
 
 #endif

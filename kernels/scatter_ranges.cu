@@ -20,14 +20,14 @@
 #include <stdlib.h>
 #include <type_traits>
 
-constexpr int MOST_RANGES = 256; /* as many lines as a first cache holds */
+constexpr int MOST_RANGES = 256; /* to each of which a line of the first cache is written */
 constexpr int RANGES_PER_WORKER = 4;
 constexpr int64_t RANGE_BYTES = 128 << 10; /* which a core's own cache holds */
 constexpr int ENTRIES = 512;               /* of a block */
 /* How far ahead of use memory is asked for: bytes of a block, and rows of values. */
 constexpr int BYTES_AHEAD = 128, ROWS_AHEAD = 8;
-/* So many numbers are dealt out at a time, if there are more: for each worker what stays in its
- * caches; for a table that is larger, as many as it has places, up to a bound. */
+/* So many numbers are dealt out at a time, if there are more: for each worker what the caches hold,
+ * more or less; for a table that is larger, as many as it has places, up to a bound. */
 constexpr int64_t PART_NUMBERS = 256 << 10;
 constexpr int64_t MOST_NUMBERS = 16 << 20;
 
@@ -65,20 +65,15 @@ struct Deal {
     Block<Payload> **first_blocks; /* parts x ranges */
     Block<Payload> *blocks;
     int64_t blocks_per_part;
-    int next_range; /* that nobody has taken; atomic */
-    float *sums;    /* for each part, of the places of a range */
-    bool *is_named; /* likewise; false before and after */
+    int next_range;  /* that nobody has taken; atomic */
+    float *sums;     /* for each worker, of the places of a range */
+    uint32_t *named; /* likewise, those of the places that have been named, */
+    bool *is_named;  /* and whether one has; false before and after */
 };
 
 static int64_t min_of(int64_t a, int64_t b)
 {
     return a < b ? a : b;
-}
-
-/* Where part `number` of a count begins, without a product that may be too large. */
-static int64_t share(int64_t count, int64_t number, int64_t parts)
-{
-    return count / parts * number + count % parts * number / parts;
 }
 
 template <class Payload>
@@ -196,13 +191,16 @@ struct SumRows {
         const int64_t first = (int64_t)worker << deal.shift;
         float *const all_sums = deal.sums + first * items;
         bool *const is_named = deal.is_named + first;
+        uint32_t *const named = deal.named + first;
+        int64_t named_count = 0;
         char *const x = scatter.x + ((int64_t)range << deal.shift) * stride;
-        for_entries(deal, range, [=, &scatter](const Entry<Payload> *entries, int count) {
+        for_entries(deal, range, [&](const Entry<Payload> *entries, int count) {
             for (int k = 0; k < count; k++) {
-                const int64_t place = entries[k].place;
+                const uint32_t place = entries[k].place;
                 float *sums = all_sums + place * items;
                 if (!is_named[place]) {
                     is_named[place] = true;
+                    named[named_count++] = place;
                     for (int64_t i = 0; i < items; i++)
                         sums[i] = static_cast<float>(load<T>(x + place * stride + i * STEP));
                 }
@@ -220,15 +218,12 @@ struct SumRows {
                 }
             }
         });
-        for_entries(deal, range, [=](const Entry<Payload> *entries, int count) {
-            for (int k = 0; k < count; k++) {
-                const int64_t place = entries[k].place;
-                if (!is_named[place]) continue;
-                is_named[place] = false;
-                for (int64_t i = 0; i < items; i++)
-                    store<T>(x + place * stride + i * STEP, T(all_sums[place * items + i]));
-            }
-        });
+        for (int64_t k = 0; k < named_count; k++) {
+            const uint32_t place = named[k];
+            is_named[place] = false;
+            for (int64_t i = 0; i < items; i++)
+                store<T>(x + place * stride + i * STEP, T(all_sums[place * items + i]));
+        }
     }
 };
 
@@ -236,8 +231,8 @@ struct SumRows {
 template <class Payload, class PutRange>
 static bool deal_and_put(const Scatter &scatter, int64_t place_bytes, bool sums)
 {
-    int threads = 1;
-    (void)cpu_threads(&threads);
+    int threads;
+    if (cpu_threads(&threads) != STATUS_OK) threads = 1;
     const int64_t size = scatter.axis_size;
     int64_t most = scatter.index_count; /* elements at a time; sums are rounded but once */
     if (!sums) {
@@ -247,7 +242,8 @@ static bool deal_and_put(const Scatter &scatter, int64_t place_bytes, bool sums)
     }
     Deal<Payload> deal = {};
     deal.scatter = &scatter;
-    deal.parts = (int)min_of(threads, most * (int64_t)sizeof(Entry<Payload>) / GRAIN_BYTES + 1);
+    const int64_t work_bytes = most * ((int64_t)sizeof(Entry<Payload>) + scatter.row_bytes);
+    deal.parts = (int)min_of(threads, work_bytes / GRAIN_BYTES + 1);
     int64_t ranges = size / (RANGE_BYTES / place_bytes + 1) + 1;
     if (ranges < RANGES_PER_WORKER * deal.parts) ranges = RANGES_PER_WORKER * deal.parts;
     ranges = min_of(ranges, MOST_RANGES);
@@ -257,29 +253,31 @@ static bool deal_and_put(const Scatter &scatter, int64_t place_bytes, bool sums)
     const int64_t part = most / deal.parts + 1;
     deal.blocks_per_part = part / ENTRIES + min_of(deal.ranges, part);
 
+    const int64_t workers = min_of(deal.parts, deal.ranges);
+    const int64_t places = sums ? workers << deal.shift : 0;
     const int64_t block_bytes = deal.parts * deal.blocks_per_part * (int64_t)sizeof *deal.blocks;
-    const int64_t places = sums ? (int64_t)deal.parts << deal.shift : 1;
+    const int64_t first_bytes = (int64_t)deal.parts * deal.ranges * (int64_t)sizeof(void *);
     const bool huge = block_bytes >= HOST_LEAST_BYTES;
     void *blocks = huge ? host_take(block_bytes) : malloc((size_t)block_bytes);
-    void *firsts = malloc((size_t)deal.parts * (size_t)deal.ranges * sizeof(void *));
-    void *all_sums = malloc((size_t)(places * place_bytes));
-    void *is_named = calloc((size_t)places, 1);
-    const bool taken = blocks != NULL && firsts != NULL && all_sums != NULL && is_named != NULL;
+    char *rest = static_cast<char *>(
+        malloc((size_t)(first_bytes + places * (place_bytes + (int64_t)sizeof *deal.named))));
+    void *is_named = calloc((size_t)places + 1, sizeof *deal.is_named);
+    const bool taken = blocks != NULL && rest != NULL && is_named != NULL;
     if (taken) {
         deal.blocks = static_cast<Block<Payload> *>(blocks);
-        deal.first_blocks = static_cast<Block<Payload> **>(firsts);
-        deal.sums = static_cast<float *>(all_sums);
+        deal.first_blocks = reinterpret_cast<Block<Payload> **>(rest);
+        deal.sums = reinterpret_cast<float *>(rest + first_bytes);
+        deal.named = reinterpret_cast<uint32_t *>(rest + first_bytes + places * place_bytes);
         deal.is_named = static_cast<bool *>(is_named);
         for (; deal.first < scatter.index_count; deal.first += deal.count) {
             deal.count = min_of(scatter.index_count - deal.first, most);
             deal.next_range = 0;
             parallel_for(deal.parts, 1, deal_parts<Payload>, &deal);
-            parallel_for(deal.parts, 1, put_ranges<Payload, PutRange>, &deal);
+            parallel_for(workers, 1, put_ranges<Payload, PutRange>, &deal);
         }
     }
     free(is_named);
-    free(all_sums);
-    free(firsts);
+    free(rest);
     if (!huge)
         free(blocks);
     else if (blocks != NULL)

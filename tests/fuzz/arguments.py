@@ -224,17 +224,18 @@ def binds(signature, args, keywords):
     return True
 
 
-def check(source):
-    which, args, keywords = make_call(source)
-    things = [*args, *keywords.values()]
-    # What a first call imports or keeps may hold one of them for good.
-    if held(which, args, keywords, things):
-        more = held(which, args, keywords, things)
-        assert not more, (OPERATORS[which], args, keywords, more)
+def check(data):
+    # What a first call imports may hold one of its arguments for good, if it is a name, say. Those
+    # of the second call are others, as far as there can be others.
+    if held(*make_call(Source(data))):
+        call = make_call(Source(data))
+        more = held(*call)
+        assert not more, (call, more)
 
 
-def held(which, args, keywords, things):
+def held(which, args, keywords):
     """Make a call, and return what has other references after it, with their number before."""
+    things = [*args, *keywords.values()]
     before = [sys.getrefcount(each) for each in things]
     fits, problem = binds(SIGNATURES[which], args, keywords), None
     try:
@@ -266,7 +267,7 @@ def exists_once(thing):
 @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_ubyte), ctypes.c_size_t)
 def one_input(data, size):
     try:
-        check(Source(bytes(data[:size])))
+        check(bytes(data[:size]))
     except BaseException:
         traceback.print_exc()
         os.abort()  # an exception would end here; libFuzzer keeps the input that aborts
