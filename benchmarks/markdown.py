@@ -27,6 +27,7 @@ def tables(document: dict) -> str:
         parts += _table(title, kind, cases, [name for name in names if name not in modes], write)
         checked = [case for case in cases if set(modes) & set(case["results"])]
         parts += _table("The bounds check", kind, checked, [*names[: bool(modes)], *modes], write)
+    parts += _operators([case for case in rest if case["case"].startswith(OPERATORS)])
     parts += [_parts(case) for case in document["cases"] if case["case"] == PARTS]
     return "\n\n".join(parts)
 
@@ -40,6 +41,26 @@ def _table(title: str, kind: str, cases: list, names: list, write: Callable) -> 
         for case in cases
     ]
     return [f"{title}:\n\n{_lines(rows)}"]
+
+
+def _operators(cases: list) -> list[str]:
+    """Write one table of many operators, with a column for each library and not each function."""
+    renamed = []
+    for case in cases:
+        if next(iter(case["results"])) != "gpuops on the CPU":
+            continue
+        results = {}
+        for name, result in case["results"].items():
+            results.setdefault(LIBRARIES.get(name) or _library(name), result)
+        renamed.append({"case": case["case"], "results": results})
+    names = list(dict.fromkeys(name for case in renamed for name in case["results"]))
+    names.sort(key=lambda name: not name.startswith("gpuops"))
+    return _table("Whole calls of other operators", "", renamed, names, _time)
+
+
+def _library(name: str) -> str:
+    """Return "torch CPU" for "torch CPU index_add_"."""
+    return next((library for library in LIBRARIES.values() if name.startswith(library)), name)
 
 
 def _parts(case: dict) -> str:
@@ -89,6 +110,16 @@ KINDS = (
     ("overhead ", "Overhead of a call", _time),
     ("transfer ", "To the GPU and back", rate),
 )
+OPERATORS = ("add ", "multiply ", "saxpy ", "sigmoid", "scatter", "matmul ", "correlate ")
+LIBRARIES = {
+    "numpy.add.at": "NumPy",
+    "x[indices] = values": "NumPy",
+    "scipy.special.expit": "SciPy",
+    "torch CPU": "torch CPU",
+    "torch GPU and back": "torch GPU and back",
+    "CuPy and back": "CuPy and back",
+    "OpenCV": "OpenCV",
+}
 PARTS = "parts of a call"
 
 if __name__ == "__main__":
