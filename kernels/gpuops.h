@@ -372,10 +372,10 @@ void pinned_free(void *block);           /* calls CUDA */
 bool pinned_try_free(void *block);       /* false: nothing was done */
 int64_t pinned_bytes(const void *block); /* what there is room for in a block */
 
-/* Ordinary memory of the host, at least HOST_LEAST_BYTES, for results, for rings and for what a call
- * needs beside its operands: huge pages where the system has them, from a pool that keeps what was
- * given back warm, up to a limit. What is in it is whatever was there before. No call of CUDA and
- * no lock of an interpreter. */
+/* Ordinary memory of the host, at least HOST_LEAST_BYTES, for results, for rings and for what a
+ * call needs beside its operands: huge pages where the system has them, from a pool that keeps what
+ * was given back warm, up to a limit. What is in it is whatever was there before. No call of CUDA
+ * and no lock of an interpreter. */
 enum { HOST_LEAST_BYTES = 4 << 20 };
 Status host_memory_limit(int64_t *bytes); /* of what is kept; 0: nothing is */
 void *host_take(int64_t bytes);           /* NULL where there is no memory */
