@@ -230,3 +230,28 @@ assert (x[good] <= outcomes["value"]).all() and (x[count:] == 0).all()
 assert (room[:size] == -7).all() and (room[2 * size :] == -7).all()
 """
     run_child(cpu_device.gpuops, source, GPUOPS_NUM_THREADS="2")
+
+
+@pytest.mark.not_under_tsan("has a thread of its own, which is counted")
+def test_long_rows_are_much_work(cpu_device):
+    """So are they for more than one worker, also when there are few of them."""
+    source = """
+import os
+import numpy as np
+import gpuops
+
+def started():
+    return len(os.listdir("/proc/self/task"))
+
+count = 10_000
+indices = np.arange(count) % 1000
+before = started()
+numbers, rows = np.zeros(1000, np.float16), np.zeros((1000, 40), np.float16)
+gpuops.scatter_add(numbers, indices, np.float16(1), device="cpu")
+between = started()
+gpuops.scatter_add(rows, indices, np.ones((count, 40), np.float16), device="cpu")
+assert (numbers == 10).all() and (rows == 10).all()
+print(between - before, started() - between)
+"""
+    output = run_child(cpu_device.gpuops, source, GPUOPS_NUM_THREADS="3")
+    assert output.split() == ["0", "2"]
