@@ -33,7 +33,7 @@ def small(fake_device):
 # Name: shape and dtype of x, shape of the indices, axis. Every operand that is named is larger than
 # the memory, most of them several times.
 SHAPES = {
-    "wide rows": ((40, 3000), "f8", (50,), 0),
+    "wide rows": ((12, 3000), "f8", (15,), 0),
     "wide rows, all of odd size": ((41, 1111), "V7", (53,), 0),
     "one row is larger than the memory": ((3, 30_000), "f8", (4,), 0),
     "one odd row is larger than the memory": ((3, 77_777), "V3", (5,), 0),
