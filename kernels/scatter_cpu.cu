@@ -224,7 +224,6 @@ static void put_numbers(const Work *work)
 {
     const Scatter &scatter = *work->scatter;
     const uint64_t size = static_cast<uint64_t>(scatter.axis_size);
-    const uint64_t from_end = scatter.mode == MODE_CLIP || scatter.mode == MODE_WRAP ? 0 : size;
     const int64_t axis_stride = PACKED ? (int64_t)sizeof(T) : axis_offset(scatter, 1);
     const int64_t stride = scatter.index == 1 ? scatter.loops[0].value : 0;
     const int64_t count = scatter.index_count;
@@ -242,8 +241,7 @@ static void put_numbers(const Work *work)
         }
         const Index index = load<Index>(indices + i * (int64_t)sizeof(Index));
         uint64_t place = static_cast<uint64_t>(index);
-        if (is_negative(index)) place += from_end;
-        if (__builtin_expect(place >= size, 0)) {
+        if (__builtin_expect(place >= size, 0)) { /* or negative, which is a large number here */
             const int64_t other = place_of(index, scatter.axis_size, scatter.mode);
             if (other < 0) continue;
             place = static_cast<uint64_t>(other);

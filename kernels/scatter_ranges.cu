@@ -95,7 +95,6 @@ static void deal_part(const Deal<Payload> &deal, int part)
     const int64_t end = deal.first + share(deal.count, part + 1, deal.parts);
     const int64_t stride = scatter.index == 1 ? scatter.loops[0].value : 0;
     const uint64_t size = static_cast<uint64_t>(scatter.axis_size);
-    const uint64_t from_end = scatter.mode == MODE_CLIP || scatter.mode == MODE_WRAP ? 0 : size;
     const int shift = deal.shift;
     const uint32_t mask = static_cast<uint32_t>(((uint64_t)1 << shift) - 1);
     Block<Payload> *spare = deal.blocks + part * deal.blocks_per_part;
@@ -104,8 +103,7 @@ static void deal_part(const Deal<Payload> &deal, int part)
     for (int64_t i = begin; i < end; i++) {
         const Index index = load<Index>(scatter.indices + i * (int64_t)sizeof(Index));
         uint64_t place = static_cast<uint64_t>(index);
-        if (is_negative(index)) place += from_end;
-        if (__builtin_expect(place >= size, 0)) {
+        if (__builtin_expect(place >= size, 0)) { /* or negative, which is a large number here */
             const int64_t other = place_of(index, scatter.axis_size, scatter.mode);
             if (other < 0) continue;
             place = static_cast<uint64_t>(other);
