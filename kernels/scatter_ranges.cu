@@ -23,7 +23,10 @@
 constexpr int MOST_RANGES = 256; /* to each of which a line of the first cache is written */
 constexpr int RANGES_PER_WORKER = 4;
 constexpr int64_t RANGE_BYTES = 128 << 10; /* which a core's own cache holds */
-constexpr int ENTRIES = 512;               /* of a block */
+/* Ranges begin where lines of the caches do: two workers that write to one line wait for each other
+ * at every number. */
+constexpr int64_t LEAST_RANGE_BYTES = 256, LINE_BYTES = 64;
+constexpr int ENTRIES = 512; /* of a block */
 /* How far ahead of use memory is asked for: bytes of a block, and rows of values. */
 constexpr int BYTES_AHEAD = 128, ROWS_AHEAD = 8;
 /* So many numbers are dealt out at a time, if there are more: for each worker what the caches hold,
@@ -59,7 +62,8 @@ struct Bucket {
 template <class Payload>
 struct Deal {
     const Scatter *scatter;
-    int shift; /* a range has 2^shift places */
+    int shift;     /* a range has 2^shift places, */
+    uint64_t skew; /* the first one so many less */
     int ranges, parts;
     int64_t first, count;          /* the elements */
     Block<Payload> **first_blocks; /* parts x ranges */
@@ -96,6 +100,7 @@ static void deal_part(const Deal<Payload> &deal, int part)
     const int64_t stride = scatter.index == 1 ? scatter.loops[0].value : 0;
     const uint64_t size = static_cast<uint64_t>(scatter.axis_size);
     const int shift = deal.shift;
+    const uint64_t skew = deal.skew;
     const uint32_t mask = static_cast<uint32_t>(((uint64_t)1 << shift) - 1);
     Block<Payload> *spare = deal.blocks + part * deal.blocks_per_part;
     /* Here, where they share no cache line with those of another part. */
@@ -108,6 +113,7 @@ static void deal_part(const Deal<Payload> &deal, int part)
             if (other < 0) continue;
             place = static_cast<uint64_t>(other);
         }
+        place += skew;
         Bucket<Payload> &bucket = buckets[place >> shift];
         if (__builtin_expect(bucket.next == bucket.end, 0)) begin_block(bucket, spare++);
         Entry<Payload> *entry = bucket.next++;
@@ -158,13 +164,21 @@ static void put_ranges(void *context, int64_t begin, int64_t end)
         }
 }
 
+/* Where the place 0 of a range is in the table, or would be. */
+template <class Payload>
+static char *range_begin(const Deal<Payload> &deal, int range)
+{
+    const int64_t place = ((int64_t)range << deal.shift) - (int64_t)deal.skew;
+    return deal.scatter->x + place * axis_offset(*deal.scatter, 1);
+}
+
 /* Numbers, which are written or added. */
 template <class T, bool ADDS>
 struct PutNumbers {
     static void put(const Deal<T> &deal, int range, int)
     {
         const int64_t stride = axis_offset(*deal.scatter, 1);
-        char *const x = deal.scatter->x + ((int64_t)range << deal.shift) * stride;
+        char *const x = range_begin(deal, range);
         for_entries(deal, range, [=](const Entry<T> *entries, int count) {
             for (int i = 0; i < count; i++) {
                 if (i + PREFETCH_DISTANCE < count)
@@ -191,7 +205,7 @@ struct SumRows {
         bool *const is_named = deal.is_named + first;
         uint32_t *const named = deal.named + first;
         int64_t named_count = 0;
-        char *const x = scatter.x + ((int64_t)range << deal.shift) * stride;
+        char *const x = range_begin(deal, range);
         for_entries(deal, range, [&](const Entry<Payload> *entries, int count) {
             for (int k = 0; k < count; k++) {
                 const uint32_t place = entries[k].place;
@@ -225,6 +239,19 @@ struct SumRows {
     }
 };
 
+/* How many places there would be in the table's first line before the first one. */
+static uint64_t skew_of(const Scatter &scatter)
+{
+    const int64_t stride = axis_offset(scatter, 1);
+    if (stride <= 0 || LINE_BYTES % stride != 0) return 0;
+    return reinterpret_cast<uintptr_t>(scatter.x) % LINE_BYTES / (uint64_t)stride;
+}
+
+static int64_t in_lines(int64_t bytes)
+{
+    return (bytes + LINE_BYTES - 1) / LINE_BYTES * LINE_BYTES;
+}
+
 /* A place has place_bytes in the caches: of the table, or of a worker's sums for it. */
 template <class Payload, class PutRange>
 static bool deal_and_put(const Scatter &scatter, int64_t place_bytes, bool sums)
@@ -242,23 +269,27 @@ static bool deal_and_put(const Scatter &scatter, int64_t place_bytes, bool sums)
     deal.scatter = &scatter;
     const int64_t work_bytes = most * ((int64_t)sizeof(Entry<Payload>) + scatter.row_bytes);
     deal.parts = (int)min_of(threads, work_bytes / GRAIN_BYTES + 1);
+    deal.skew = skew_of(scatter);
+    const int64_t last = size - 1 + (int64_t)deal.skew;
     int64_t ranges = size / (RANGE_BYTES / place_bytes + 1) + 1;
     if (ranges < RANGES_PER_WORKER * deal.parts) ranges = RANGES_PER_WORKER * deal.parts;
     ranges = min_of(ranges, MOST_RANGES);
-    while ((size - 1) >> deal.shift >= ranges) deal.shift++;
+    while (last >> deal.shift >= ranges || place_bytes << deal.shift < LEAST_RANGE_BYTES)
+        deal.shift++;
     if (deal.shift > 32) return false; /* of elements that are in the same memory */
-    deal.ranges = (int)((size - 1) >> deal.shift) + 1;
+    deal.ranges = (int)(last >> deal.shift) + 1;
     const int64_t part = most / deal.parts + 1;
     deal.blocks_per_part = part / ENTRIES + min_of(deal.ranges, part);
 
     const int64_t workers = min_of(deal.parts, deal.ranges);
     const int64_t places = sums ? workers << deal.shift : 0;
     const int64_t block_bytes = deal.parts * deal.blocks_per_part * (int64_t)sizeof *deal.blocks;
-    const int64_t first_bytes = (int64_t)deal.parts * deal.ranges * (int64_t)sizeof(void *);
+    const int64_t first_bytes =
+        in_lines((int64_t)deal.parts * deal.ranges * (int64_t)sizeof(void *));
     const bool huge = block_bytes >= HOST_LEAST_BYTES;
     void *blocks = huge ? host_take(block_bytes) : malloc((size_t)block_bytes);
-    char *rest = static_cast<char *>(
-        malloc((size_t)(first_bytes + places * (place_bytes + (int64_t)sizeof *deal.named))));
+    const int64_t rest_bytes = first_bytes + places * (place_bytes + (int64_t)sizeof *deal.named);
+    char *rest = static_cast<char *>(aligned_alloc(LINE_BYTES, (size_t)in_lines(rest_bytes)));
     void *is_named = calloc((size_t)places + 1, sizeof *deal.is_named);
     const bool taken = blocks != NULL && rest != NULL && is_named != NULL;
     if (taken) {
