@@ -89,7 +89,8 @@ void copy_and_scan(Gather *gather, const char *indices, int64_t count, char *cop
  * first bad index of mode 'raise' is noted, and its row is the fill. */
 struct MadeRows {
     const Gather *gather;
-    bool prefetch; /* the table is too large for the caches */
+    bool prefetch; /* the table is too large for the caches; */
+    bool streams;  /* so is the result, in memory of its own */
     pthread_mutex_t lock;
     const char *bad; /* the first index that is out of bounds, or NULL */
     char value[8];   /* what it was when it was read */

@@ -1,12 +1,17 @@
 /* gather on the CPU: every worker takes stretches of the output, and reads x where it lies. */
 #include "gather.cuh"
+#include "streamed.cuh"
 
 #include <string.h>
 
 constexpr int64_t GRAIN_BYTES = 512 << 10; /* what is worth waking a thread for */
 constexpr int64_t PREFETCH_ABOVE_BYTES = 8 << 20;
-constexpr int64_t PREFETCH_DISTANCE = 24; /* rows */
-constexpr size_t PREFETCH_BYTES = 256;    /* the rest of a row follows by itself */
+/* So far ahead of its use memory is asked for: rows, or of longer ones as many as that is. */
+constexpr int64_t PREFETCH_DISTANCE = 24, PREFETCH_DISTANCE_BYTES = 8 << 10;
+constexpr size_t PREFETCH_BYTES = 4 << 10; /* the rest of a row follows by itself */
+/* Around the caches go such rows, of such results. Of shorter ones a line is written by several
+ * stores, between which others take its place. */
+constexpr int64_t LEAST_STREAMED_ROW = 256, LEAST_STREAMED_BYTES = 32 << 20;
 
 static void note_bad(MadeRows *work, const char *index, const void *value)
 {
@@ -56,6 +61,12 @@ static int64_t copy_groups(char *out, const char *x, const char *indices, int64_
     return i;
 }
 
+static int64_t rows_ahead(int64_t row_bytes)
+{
+    const int64_t rows = PREFETCH_DISTANCE_BYTES / row_bytes + 1;
+    return rows < PREFETCH_DISTANCE ? rows : PREFETCH_DISTANCE;
+}
+
 /* One stretch of an innermost loop that moves the indices, along an axis of one stride. PACKED says
  * that indices and rows follow one another, which lets the compiler see the strides. */
 template <class Index, int WIDTH, bool PACKED>
@@ -71,7 +82,8 @@ static bool copy_rows(MadeRows *work, const Loop &loop, char *out, const char *x
     const int64_t out_step = PACKED ? static_cast<int64_t>(row_bytes) : loop.out;
     const int64_t index_step = PACKED ? static_cast<int64_t>(sizeof(Index)) : loop.index;
     const int64_t x_step = PACKED ? 0 : loop.x;
-    const int64_t ahead = work->prefetch ? PREFETCH_DISTANCE : count;
+    const int64_t ahead = work->prefetch ? rows_ahead((int64_t)row_bytes) : count;
+    const bool streams = WIDTH == 0 && PACKED && work->streams && takes_words(out);
     int64_t i = 0;
     if (PACKED && WIDTH > 0 && !work->prefetch)
         i = copy_groups<Index, WIDTH>(out, x, indices, axis_stride, size, from_end, count);
@@ -94,13 +106,20 @@ static bool copy_rows(MadeRows *work, const Loop &loop, char *out, const char *x
                 row = x + i * x_step + found * axis_stride;
             } else if (mode != MODE_FILL) {
                 note_bad(work, indices + i * index_step, &index);
-                if (row == NULL) return false;
+                if (row == NULL) {
+                    if (streams) end_streaming();
+                    return false;
+                }
             }
         } else {
             row = x + i * x_step + static_cast<int64_t>(place) * axis_stride;
         }
-        memcpy(out + i * out_step, row, row_bytes);
+        if (streams)
+            stream_words(out + i * out_step, row, (int64_t)row_bytes);
+        else
+            memcpy(out + i * out_step, row, row_bytes);
     }
+    if (streams) end_streaming();
     return true;
 }
 
@@ -220,9 +239,16 @@ static bool is_beyond_caches(const Gather &gather)
     return bytes > PREFETCH_ABOVE_BYTES;
 }
 
+static bool is_streamed(const Gather &gather)
+{
+    const int64_t row_bytes = gather.row_bytes;
+    return row_bytes >= LEAST_STREAMED_ROW && row_bytes % STREAMED_WORD == 0 &&
+           gather_rows(gather) > LEAST_STREAMED_BYTES / row_bytes;
+}
+
 void open_rows(MadeRows *rows, const Gather *gather)
 {
-    *rows = {gather, is_beyond_caches(*gather), PTHREAD_MUTEX_INITIALIZER, NULL, ""};
+    *rows = {gather, is_beyond_caches(*gather), false, PTHREAD_MUTEX_INITIALIZER, NULL, ""};
 }
 
 /* A part of one row, at first where it lies in x, and in the fill. */
@@ -234,7 +260,7 @@ static void make_part(MadeRows *whole, int64_t row, int64_t offset, int64_t byte
     part.row_bytes = bytes;
     /* The loops lead to the row, and a packed result's begin is as far before the place. */
     part.out = place - row * whole->gather->row_bytes;
-    MadeRows made = {&part, false, PTHREAD_MUTEX_INITIALIZER, NULL, ""};
+    MadeRows made = {&part, false, false, PTHREAD_MUTEX_INITIALIZER, NULL, ""};
     with_index_type(part.index_dtype,
                     [&](auto zero) { gather_range<decltype(zero), 0>(&made, row, row + 1); });
     if (made.bad != NULL) note_bad(whole, made.bad, made.value);
@@ -257,7 +283,7 @@ void make_rows(void *context, int64_t begin, int64_t end, char *place)
     if (rows > 0) {
         Gather stretch = *whole->gather;
         stretch.out = place - begin;
-        MadeRows made = {&stretch, whole->prefetch, PTHREAD_MUTEX_INITIALIZER, NULL, ""};
+        MadeRows made = {&stretch, whole->prefetch, false, PTHREAD_MUTEX_INITIALIZER, NULL, ""};
         with_index_type(stretch.index_dtype, [&](auto zero) {
             gather_range_for<decltype(zero)>(row_bytes)(&made, begin / row_bytes,
                                                         begin / row_bytes + rows);
@@ -321,8 +347,9 @@ void copy_and_scan(Gather *gather, const char *indices, int64_t count, char *cop
 
 Status gather_on_cpu(const Call *call, const Gather &gather, int64_t index_count)
 {
-    MadeRows work = {&gather, is_beyond_caches(gather), PTHREAD_MUTEX_INITIALIZER, NULL, ""};
-
+    MadeRows work;
+    open_rows(&work, &gather);
+    work.streams = is_streamed(gather);
     with_index_type(gather.index_dtype, [&](auto zero) {
         using Index = decltype(zero);
         int64_t rows = gather_rows(gather);

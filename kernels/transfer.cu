@@ -7,6 +7,7 @@
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE /* for madvise */
 #endif
+#include "streamed.cuh"
 #include "transfer.cuh"
 
 #include <pthread.h>
@@ -14,9 +15,6 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <time.h>
-#ifdef __SSE2__
-#include <emmintrin.h>
-#endif
 
 int64_t box_items(const Box &box)
 {
@@ -407,19 +405,17 @@ static void room_for_one_more(void)
     pthread_mutex_unlock(&rings.lock);
 }
 
-/* NULL where all are in use, and the limit allows no more. */
-static Ring *ring_take(int device, cudaStream_t stream, int64_t limit)
+/* NULL where all are in use. Then *grows tells whether the limit allows one more, whose bytes have
+ * been counted. */
+static Ring *ring_take(int device, cudaStream_t stream, int64_t limit, bool *grows)
 {
     pthread_mutex_lock(&rings.lock);
     Ring **link = find_ring(device, stream);
     Ring *ring = *link;
-    const bool grows = ring == NULL && rings.bytes + ring_bytes() <= limit;
+    *grows = ring == NULL && rings.bytes + ring_bytes() <= limit;
     if (ring != NULL) *link = ring->next;
-    if (grows) rings.bytes += ring_bytes();
+    if (*grows) rings.bytes += ring_bytes();
     pthread_mutex_unlock(&rings.lock);
-    if (!grows) return ring;
-    ring = ring_create();
-    if (ring == NULL) room_for_one_more();
     return ring;
 }
 
@@ -513,39 +509,6 @@ static char *place_in_ring(const Transfer &transfer, int64_t chunk)
 {
     return transfer.ring->buffers + buffer_of(transfer, chunk) * BUFFER_BYTES;
 }
-
-/* Copies around the cache, for what the CPU does not read again. */
-#if defined __SSE2__ && !defined __SANITIZE_THREAD__ /* which sees no such stores */
-
-static void copy_streamed(char *target, const char *source, int64_t bytes)
-{
-    constexpr int64_t WORD = sizeof(__m128i), STEP = 4 * WORD;
-    const int64_t head = -(intptr_t)target & (WORD - 1);
-    if (bytes < head + STEP) {
-        memcpy(target, source, (size_t)bytes);
-        return;
-    }
-    memcpy(target, source, (size_t)head);
-    int64_t at = head;
-    for (; at + STEP <= bytes; at += STEP) {
-        __m128i words[4];
-        for (int i = 0; i < 4; i++)
-            words[i] = _mm_loadu_si128(reinterpret_cast<const __m128i *>(source + at + i * WORD));
-        for (int i = 0; i < 4; i++)
-            _mm_stream_si128(reinterpret_cast<__m128i *>(target + at + i * WORD), words[i]);
-    }
-    memcpy(target + at, source + at, (size_t)(bytes - at));
-    _mm_sfence();
-}
-
-#else
-
-static void copy_streamed(char *target, const char *source, int64_t bytes)
-{
-    memcpy(target, source, (size_t)bytes);
-}
-
-#endif
 
 template <bool PACK>
 static void copy_bytes(char *target, const char *source, int64_t bytes)
@@ -892,6 +855,18 @@ static Status end_transfer(Transfer *transfer, Status status)
     return status;
 }
 
+/* One that is there, or a new one, for which the workers have to be free to clear its pages. */
+static Ring *find_or_create_ring(Crew *crew, int device, cudaStream_t stream, int64_t limit)
+{
+    bool grows;
+    Ring *ring = ring_take(device, stream, limit, &grows);
+    if (!grows) return ring;
+    dismiss_workers(crew);
+    ring = ring_create();
+    if (ring == NULL) room_for_one_more();
+    return ring;
+}
+
 static bool is_captured(cudaStream_t stream)
 {
     if (stream == 0) return false; /* it cannot be */
@@ -915,7 +890,7 @@ static Status lend_ring(Transfer *transfer, Crew *crew, int64_t bytes, char *dev
     cuda_ignore(code);
     if (code != cudaSuccess) return STATUS_OK;
     Ring *ring = NULL;
-    in_spite_of_captures([&] { ring = ring_take(current, stream, limit); });
+    in_spite_of_captures([&] { ring = find_or_create_ring(crew, current, stream, limit); });
     if (ring == NULL) return STATUS_OK;
     *transfer = {};
     transfer->crew = crew;

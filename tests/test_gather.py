@@ -664,6 +664,30 @@ def test_few_long_rows(gpuops, row, mode):
         gpuops.gather(x, [4, -6, 5])
 
 
+@pytest.mark.parametrize("row_bytes", [256, 272, 1000, 1008, 5000])
+@pytest.mark.parametrize("mode", ["raise", "fill"])
+def test_results_that_no_cache_holds(gpuops, row_bytes, mode):
+    """33 MiB of rows that are written by words, where these may begin there, or not."""
+    x = np.arange(100 * row_bytes // 4, dtype=np.uint32).view("u1").reshape(100, row_bytes)
+    indices = np.random.default_rng(1).integers(-100, 100, (33 << 20) // row_bytes + 1)
+    expected = x[indices]
+    indices[7] = -101 if mode == "fill" else indices[7]
+    expected[7] = 3 if mode == "fill" else expected[7]
+    options = {"fill_value": 3} if mode == "fill" else {}
+    same(gpuops.gather(x, indices, mode=mode, **options), expected)
+    memory = np.full(expected.nbytes + 128, 99, np.uint8)
+    for offset in (-memory.ctypes.data % 64 + at for at in (0, 16, 5)):
+        out = memory[offset:][: expected.size].reshape(expected.shape)
+        gpuops.gather(x, indices, mode=mode, out=out, **options)
+        same(out, expected)
+        memory[offset : offset + expected.size] = 99
+        assert (memory == 99).all()
+    indices[len(indices) // 2] = 100
+    if mode == "raise":
+        with pytest.raises(IndexError, match="index 100 is out of bounds"):
+            gpuops.gather(x, indices)
+
+
 def test_overlapping_windows(gpuops):
     windows = np.lib.stride_tricks.sliding_window_view(np.arange(10), 4)
     assert gpuops.gather(windows, [6, 0]).tolist() == [[6, 7, 8, 9], [0, 1, 2, 3]]

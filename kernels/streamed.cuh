@@ -1,0 +1,67 @@
+/* Stores that go around the caches, for what the CPU does not read again: they save the caches'
+ * room, and the reading of what is overwritten. */
+#ifndef GPUOPS_STREAMED_CUH
+#define GPUOPS_STREAMED_CUH
+
+#include <stdint.h>
+#include <string.h>
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
+
+constexpr int64_t STREAMED_WORD = 16; /* bytes */
+
+#if defined __SSE2__ && !defined __SANITIZE_THREAD__ /* which sees no such stores */
+
+/* Whole words, to where a word may begin. */
+static inline void stream_words(char *target, const char *source, int64_t bytes)
+{
+    constexpr int WORDS = 4;
+    const auto from = [=](int64_t at) {
+        return _mm_loadu_si128(reinterpret_cast<const __m128i *>(source + at));
+    };
+    const auto to = [=](int64_t at) { return reinterpret_cast<__m128i *>(target + at); };
+    int64_t at = 0;
+    for (; at + WORDS * STREAMED_WORD <= bytes; at += WORDS * STREAMED_WORD) {
+        __m128i words[WORDS];
+        for (int i = 0; i < WORDS; i++) words[i] = from(at + i * STREAMED_WORD);
+        for (int i = 0; i < WORDS; i++) _mm_stream_si128(to(at + i * STREAMED_WORD), words[i]);
+    }
+    for (; at < bytes; at += STREAMED_WORD) _mm_stream_si128(to(at), from(at));
+}
+
+/* Before other threads are told that something has been written so. */
+static inline void end_streaming(void)
+{
+    _mm_sfence();
+}
+
+#else
+
+static inline void stream_words(char *target, const char *source, int64_t bytes)
+{
+    memcpy(target, source, (size_t)bytes);
+}
+
+static inline void end_streaming(void) {}
+
+#endif
+
+static inline bool takes_words(const char *target)
+{
+    return reinterpret_cast<uintptr_t>(target) % STREAMED_WORD == 0;
+}
+
+/* Any bytes. */
+static inline void copy_streamed(char *target, const char *source, int64_t bytes)
+{
+    const int64_t before = -(intptr_t)target & (STREAMED_WORD - 1);
+    const int64_t head = before < bytes ? before : bytes;
+    const int64_t words = (bytes - head) / STREAMED_WORD * STREAMED_WORD;
+    memcpy(target, source, (size_t)head);
+    stream_words(target + head, source + head, words);
+    memcpy(target + head + words, source + head + words, (size_t)(bytes - head - words));
+    end_streaming();
+}
+
+#endif
