@@ -16,15 +16,14 @@
  *     up          copies of 4 KiB, 256 KiB and 16 MiB; a ring is locked          80    4
  *     down        the same, through that ring                                    50    3
  *     locked      4 MiB are locked, and sent up                                  25    2
- *     kernels     7 operators once, which loads their kernels                    20   23
- *     starts      7 operators on arrays from the host, 6 runs of 60 us each      20    3
- *     both_ways   48 MiB up and down, 2 runs; another ring is locked            200   20
+ *     kernels     6 operators once, which loads their kernels                    20   15
+ *     starts      6 operators on arrays from the host, 6 runs of 60 us each      20    3
+ *     both_ways   48 MiB up and down, 2 runs; two more rings are locked         260   12
  *     on_gpu      6 operators, 6 runs of one call and 6 of five in a row          -    3
  *
- * Of those that do the same work only one is run. Of products of matrices only a small one is, of
- * integers, which are our own kernels' work: on the CPU they are NumPy's, which _calibration.py
- * times in some 7 ms more, and those of floats on the GPU may be that of a library that takes long
- * to open. There the number of multiprocessors and their clock tell.
+ * Of those that do the same work only one is run. Products of matrices are not: on the CPU they are
+ * NumPy's, which _calibration.py times in some 7 ms more, and on the GPU they may be that of a
+ * library that takes long to open. There the number of multiprocessors and their clock tell.
  */
 #include "common.cuh"
 #include "pipeline.cuh"
@@ -147,9 +146,8 @@ static char *operand_in(const Areas &areas, int i)
     return areas.operands + i * areas.bytes;
 }
 
-/* The operands of a call. False: they are matrices. What a call in place changes is where others
- * have their result. */
-static bool fill_operands(const Areas &areas, const Size &size, Call *call)
+/* The operands of a call. What a call in place changes is where others have their result. */
+static void fill_operands(const Areas &areas, const Size &size, Call *call)
 {
     const bool in_place = strstr(call->op->signature, " out=") == NULL &&
                           strstr(call->op->signature, " output=") == NULL;
@@ -165,7 +163,6 @@ static bool fill_operands(const Areas &areas, const Size &size, Call *call)
             at += length;
             continue;
         }
-        if (is_named(at, length, "b")) return false;
         View view;
         if (is_named(at, length, "indices"))
             view = view_of(areas, areas.indices, DTYPE_INT64, 1, &size.rows);
@@ -183,30 +180,16 @@ static bool fill_operands(const Areas &areas, const Size &size, Call *call)
         at += length;
     }
     if (in_place) call->out.data = areas.out;
-    return true;
 }
 
-static void fill_matrices(const Areas &areas, const Size &size, Call *call)
-{
-    const int64_t shape[] = {size.image, size.image};
-    call->input_count = 2;
-    for (int i = 0; i < 2; i++) {
-        View view = view_of(areas, operand_in(areas, i), DTYPE_INT32, 2, shape);
-        view_copy(&call->inputs[i], &view);
-    }
-}
-
-/* False: it multiplies matrices. */
-static Status prepare(const Operator *op, const Areas &areas, const Size &size, Call *call,
-                      bool *is_known)
+static Status prepare(const Operator *op, const Areas &areas, const Size &size, Call *call)
 {
     memset(call, 0, sizeof *call);
     call->op = op;
     call->device = areas.device;
     call->stream = areas.stream;
     call->slot = -1;
-    *is_known = fill_operands(areas, size, call);
-    if (!*is_known) fill_matrices(areas, size, call);
+    fill_operands(areas, size, call);
     Status status = op->plan(call);
     if (status != STATUS_OK || call->in_place) return status;
     View out = view_of(areas, areas.out, call->out.dtype, call->out.ndim, call->out.shape);
@@ -268,16 +251,24 @@ static int measured_as(int op)
     }
 }
 
-/* To load an operator's kernels takes longer than all else that is done with it, and those of
- * elements are as fast as memory. */
+/* To load an operator's kernels takes longer than all else that is done with it. Those of elements
+ * are as fast as memory, and a product of small matrices takes as long to begin. */
 static int measured_on_gpu_as(int op)
 {
-    return op == OPERATOR_saxpy || op == OPERATOR_sigmoid_backward ? OPERATOR_add : measured_as(op);
+    switch (op) {
+    case OPERATOR_saxpy:
+    case OPERATOR_sigmoid_backward:
+    case OPERATOR_matmul:
+        return OPERATOR_add;
+    default:
+        return measured_as(op);
+    }
 }
 
 static bool is_measured(const Operator &op, bool on_gpu)
 {
-    return (on_gpu ? measured_on_gpu_as(op.number) : measured_as(op.number)) == op.number;
+    return op.number != OPERATOR_matmul &&
+           (on_gpu ? measured_on_gpu_as(op.number) : measured_as(op.number)) == op.number;
 }
 
 static double *rates_of(double *rates, int op)
@@ -290,16 +281,12 @@ static Status measure_on_cpu(const Areas &areas, const Size &size, int rate, dou
     fill_indices(areas, size, 0);
     for (const Operator &op : OPERATOR_ROWS) {
         Call call;
-        bool is_known;
         double seconds;
         if (!is_measured(op, false)) continue;
-        Status status = prepare(&op, areas, size, &call, &is_known);
-        if (status == STATUS_OK && is_known) {
-            status = fastest([&] { return run_call(&call); }, &seconds);
-            if (status == STATUS_OK)
-                rates_of(rates, op.number)[rate] = seconds / route_units(&call);
-        }
+        Status status = prepare(&op, areas, size, &call);
+        if (status == STATUS_OK) status = fastest([&] { return run_call(&call); }, &seconds);
         if (status != STATUS_OK) return status;
+        rates_of(rates, op.number)[rate] = seconds / route_units(&call);
     }
     return STATUS_OK;
 }
@@ -309,9 +296,8 @@ static Status measure_far(const Areas &areas, int op, double *rates)
 {
     constexpr int TIMES = 3;
     Call call;
-    bool is_known;
     double least = 0;
-    Status status = prepare(&OPERATOR_ROWS[op], areas, FAR, &call, &is_known);
+    Status status = prepare(&OPERATOR_ROWS[op], areas, FAR, &call);
     for (int i = 0; i < TIMES && status == STATUS_OK; i++) {
         if (call.work == WORK_ROWS) fill_indices(areas, FAR, (uint64_t)(i * FAR.rows));
         const double started = now();
@@ -352,24 +338,21 @@ static Status measure_on_gpu(const Areas &areas, double *rates)
     constexpr int RUNS = 4;
     for (const Operator &op : OPERATOR_ROWS) {
         Call call;
-        bool is_known;
         double one = 0, several = 0;
         if (!is_measured(op, true)) continue;
-        Status status = prepare(&op, areas, ON_GPU, &call, &is_known);
+        Status status = prepare(&op, areas, ON_GPU, &call);
         const auto run = [&](int runs) {
             Status done = STATUS_OK;
             for (int i = 0; i < runs && done == STATUS_OK; i++) done = run_call(&call);
             return done == STATUS_OK ? stream_synchronize(areas.stream) : done;
         };
-        if (status == STATUS_OK && is_known) {
-            status = fastest([&] { return run(1); }, &one);
-            several = one * (1 + RUNS);
-            if (status == STATUS_OK && one < ENOUGH_SECONDS)
-                status = fastest([&] { return run(1 + RUNS); }, &several);
-            const double seconds = several > one ? (several - one) / RUNS : one / RUNS;
-            rates_of(rates, op.number)[RATE_GPU] = seconds / route_units(&call);
-        }
+        if (status == STATUS_OK) status = fastest([&] { return run(1); }, &one);
+        several = one * (1 + RUNS);
+        if (status == STATUS_OK && one < ENOUGH_SECONDS)
+            status = fastest([&] { return run(1 + RUNS); }, &several);
         if (status != STATUS_OK) return status;
+        const double seconds = several > one ? (several - one) / RUNS : one / RUNS;
+        rates_of(rates, op.number)[RATE_GPU] = seconds / route_units(&call);
     }
     return STATUS_OK;
 }
@@ -425,8 +408,7 @@ static Status measure_locked_copy(const Areas &to, double *rate)
 static Status run_whole(const Operator &op, const Areas &host, const Areas &areas, const Size &size)
 {
     Call call;
-    bool is_known;
-    Status status = prepare(&op, host, size, &call, &is_known);
+    Status status = prepare(&op, host, size, &call);
     call.device = areas.device;
     call.stream = areas.stream;
     return status == STATUS_OK ? run_call(&call) : status;
@@ -449,10 +431,9 @@ static Status load_kernels(const Areas &host, const Areas &areas)
     fill_indices(host, BRIEF, 0);
     for (const Operator &op : OPERATOR_ROWS) {
         Call call;
-        bool is_known;
         if (!is_measured(op, true)) continue;
-        if (status == STATUS_OK) status = prepare(&op, areas, ON_GPU, &call, &is_known);
-        if (status == STATUS_OK && is_known) status = run_call(&call);
+        if (status == STATUS_OK) status = prepare(&op, areas, ON_GPU, &call);
+        if (status == STATUS_OK) status = run_call(&call);
         if (status == STATUS_OK) status = run_whole(op, host, areas, BRIEF);
     }
     return status == STATUS_OK ? stream_synchronize(areas.stream) : status;
@@ -463,8 +444,7 @@ static Status count_copies(const Operator &op, const Areas &host, const Size &si
                            const double *rates, double *seconds)
 {
     Call call;
-    bool is_known;
-    const Status status = prepare(&op, host, size, &call, &is_known);
+    const Status status = prepare(&op, host, size, &call);
     if (status != STATUS_OK) return status;
     const auto bytes = [](const View &view) {
         return (double)(view_items(&view) * view.item_bytes);
@@ -518,11 +498,7 @@ static Status estimate_products(int device, double *rates)
     /* Some virtual GPUs do not tell their clock. */
     const double clocks = info.clock_khz > 0 ? 1e3 * (double)info.clock_khz : 1e9;
     const double units = 128 * (double)info.multiprocessors;
-    const double seconds = 1 / (0.75 * units * clocks);
-    for (const Operator &op : OPERATOR_ROWS) {
-        double *rate = &rates_of(rates, op.number)[RATE_GPU];
-        if (*rate == 0) *rate = seconds;
-    }
+    rates_of(rates, OPERATOR_matmul)[RATE_GPU] = 1 / (0.75 * units * clocks);
     rates[RATE_GPU_DOUBLE_FACTOR] = minor == 0 && major >= 6 && major <= 10 ? 2 : 64;
     rates[RATE_GPU_SHORT_FACTOR] = major >= 8 ? 1.0 / 8 : 1;
     return STATUS_OK;
@@ -644,8 +620,8 @@ static Status measure(char *data, int device, double *rates, double *steps)
         double *rate = rates_of(rates, op.number);
         const double *on_cpu = rates_of(rates, measured_as(op.number)),
                      *on_gpu = rates_of(rates, measured_on_gpu_as(op.number));
-        if (!is_measured(op, false)) memcpy(rate, on_cpu, RATES_OF_OPERATOR * sizeof *rate);
-        rate[RATE_GPU] = on_gpu[RATE_GPU];
+        if (on_cpu != rate) memcpy(rate, on_cpu, RATES_OF_OPERATOR * sizeof *rate);
+        if (op.number != OPERATOR_matmul) rate[RATE_GPU] = on_gpu[RATE_GPU];
         rate[RATE_START] = on_gpu[RATE_START];
     }
     return STATUS_OK;
