@@ -15,6 +15,8 @@
 
 #ifdef __CUDACC__
 
+#include <cuda.h>
+
 /* Whether CUDA has to be left alone: then what is locked is left to the driver. */
 static bool is_out_of_reach(void)
 {
@@ -438,12 +440,47 @@ static bool is_page_locked(const char *address, char **there)
     return attributes.type == cudaMemoryTypeHost && *there != NULL;
 }
 
+using PointerAttributes = CUresult (*)(unsigned, CUpointer_attribute *, void **, CUdeviceptr);
+
+/* The runtime cannot tell how far memory reaches that was locked by one call: the driver can. NULL
+ * where it does not say. */
+static PointerAttributes find_pointer_attributes(void)
+{
+    static void *known = NULL; /* every thread would find the same */
+    void *function = __atomic_load_n(&known, __ATOMIC_RELAXED);
+    if (function == NULL) {
+        constexpr unsigned SINCE = 7000;
+        cudaDriverEntryPointQueryResult found;
+        const cudaError_t code = cudaGetDriverEntryPointByVersion(
+            "cuPointerGetAttributes", &function, SINCE, cudaEnableDefault, &found);
+        cuda_ignore(code);
+        if (code != cudaSuccess || found != cudaDriverEntryPointSuccess) return NULL;
+        __atomic_store_n(&known, function, __ATOMIC_RELAXED);
+    }
+    return reinterpret_cast<PointerAttributes>(function);
+}
+
+/* Both ends may be locked, and what lies between them not. */
+static bool is_in_one_piece(const char *there, int64_t bytes)
+{
+    CUpointer_attribute wanted[] = {CU_POINTER_ATTRIBUTE_RANGE_START_ADDR,
+                                    CU_POINTER_ATTRIBUTE_RANGE_SIZE};
+    char *begin = NULL;
+    size_t size = 0;
+    void *found[] = {&begin, &size};
+    const CUdeviceptr address = reinterpret_cast<CUdeviceptr>(there);
+    const PointerAttributes get = find_pointer_attributes();
+    if (get == NULL || get(2, wanted, found, address) != CUDA_SUCCESS || begin == NULL)
+        return false;
+    return there >= begin && there - begin + bytes <= (int64_t)size;
+}
+
 bool pinned_reach(const char *host, int64_t bytes, void **there)
 {
-    char *first, *last;
-    if (!is_page_locked(host, &first) || !is_page_locked(host + bytes - 1, &last)) return false;
+    char *first;
+    if (!is_page_locked(host, &first) || !is_in_one_piece(first, bytes)) return false;
     *there = first;
-    return last - first == bytes - 1 && pinned_stretch(host, bytes) == bytes;
+    return pinned_stretch(host, bytes) == bytes;
 }
 
 bool view_is_in_reach(const View *view)

@@ -253,19 +253,44 @@ def test_a_table_that_is_locked_in_part_is_not_read_in_place(fake):
         same(out.to_host(), x[indices])
 
 
+@contextlib.contextmanager
+def locked_by_somebody_else(gpu, *parts):
+    runtime = pytest.importorskip("torch").cuda.cudart() if gpu.fake is None else gpu.fake.library
+    for x in parts:
+        address, size = ctypes.c_void_p(x.ctypes.data), ctypes.c_size_t(x.nbytes)
+        if gpu.fake is None:
+            address, size = address.value, size.value
+        assert int(runtime.cudaHostRegister(address, size, 0)) == 0
+    try:
+        yield
+    finally:
+        for x in parts:
+            address = x.ctypes.data if gpu.fake is None else ctypes.c_void_p(x.ctypes.data)
+            assert int(runtime.cudaHostUnregister(address)) == 0
+
+
 def test_a_table_that_somebody_else_has_locked_in_part(fake):
     x = table_of(1000)
     indices = np.arange(-3, len(x), 100)
     out = fake.gpuops.empty((len(indices), 1000), "u1")
     for locked, is_all in ((x[:-1], False), (x[1:], False), (x, True)):
-        address, size = ctypes.c_void_p(locked.ctypes.data), ctypes.c_size_t(locked.nbytes)
-        assert fake.fake.library.cudaHostRegister(address, size, 0) == 0
-        try:
-            with seen(fake) as found:
-                fake.gpuops.gather(x, indices, out=out)
-        finally:
-            assert fake.fake.library.cudaHostUnregister(address) == 0
+        with locked_by_somebody_else(fake, locked), seen(fake) as found:
+            fake.gpuops.gather(x, indices, out=out)
         assert found["launches"] == is_all
+        same(out.to_host(), x[indices])
+
+
+@pytest.mark.parametrize("gap", [0, 50])
+def test_a_table_that_somebody_else_has_locked_in_two_pieces(gpu, gap):
+    """A kernel that read what lies between them would end all work on the GPU."""
+    x = table_of(1000)
+    middle = len(x) // 2
+    indices = np.arange(-3, len(x), 100)
+    out = gpu.gpuops.empty((len(indices), 1000), "u1")
+    with locked_by_somebody_else(gpu, x[: middle - gap], x[middle + gap :]):
+        launches = 0 if gpu.fake is None else gpu.fake.calls("cudaLaunchKernel")
+        gpu.gpuops.gather(x, indices, out=out)
+        assert gpu.fake is None or gpu.fake.calls("cudaLaunchKernel") == launches
         same(out.to_host(), x[indices])
 
 

@@ -2,6 +2,7 @@
 #define _GNU_SOURCE
 #include "fake_cudart.h"
 
+#include <cuda.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -421,6 +422,41 @@ cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *attributes, c
     attributes->device = block->device;
     attributes->devicePointer = (void *)pointer;
     if (block->type == cudaMemoryTypeDevice) attributes->hostPointer = NULL;
+    return cudaSuccess;
+}
+
+/* The one function of the driver that gpuops calls. */
+static CUresult get_pointer_attributes(unsigned wanted, CUpointer_attribute *attributes,
+                                       void **data, CUdeviceptr pointer)
+{
+    const char *name = "cuPointerGetAttributes";
+    visit(name);
+    LOCKED();
+    count(name);
+    cudaError_t fault = find_fault(name);
+    if (fault != cudaSuccess) return (CUresult)fault; /* the same numbers */
+    const Block *block = holder((const void *)pointer, 1);
+    for (unsigned i = 0; i < wanted; i++) {
+        if (attributes[i] == CU_POINTER_ATTRIBUTE_RANGE_START_ADDR)
+            *(void **)data[i] = block ? block->data : NULL;
+        else if (attributes[i] == CU_POINTER_ATTRIBUTE_RANGE_SIZE)
+            *(size_t *)data[i] = block ? block->bytes : 0;
+        else
+            return CUDA_ERROR_INVALID_VALUE;
+    }
+    return CUDA_SUCCESS;
+}
+
+cudaError_t cudaGetDriverEntryPointByVersion(const char *symbol, void **function, unsigned version,
+                                             unsigned long long flags,
+                                             enum cudaDriverEntryPointQueryResult *result)
+{
+    BEGIN();
+    REQUIRE(symbol && function && version > 0 && flags == 0, cudaErrorInvalidValue);
+    const bool is_known = strcmp(symbol, "cuPointerGetAttributes") == 0;
+    *function = is_known ? (void *)get_pointer_attributes : NULL;
+    if (result)
+        *result = is_known ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
     return cudaSuccess;
 }
 
