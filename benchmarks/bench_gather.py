@@ -21,10 +21,13 @@ def measure(run: Run) -> None:
         run.measure(case)
     if gpuops.is_available() and peers.gpu():
         run.say("\ntables on the host, results on the GPU (bytes of the results, counted once)")
+        table = run.random.random(512 * MEBI // scale, dtype=numpy.float32)
         for width in TABLE_ROWS:
-            run.measure(host_table(run, width, 128 * MEBI // scale))
+            run.measure(host_table(run, width, table[: 128 * MEBI // scale]))
         for width in LONG_ROWS:  # so many that to begin and to end takes no time to speak of
-            run.measure(host_table(run, width, 1024 * MEBI // scale))
+            run.measure(host_table(run, width, table))
+        for order in ("each once", "each once, sorted"):
+            run.measure(host_table(run, 128, table, order))
         run.say("\narrays on the GPU: the time of the work there")
         for case in device_cases(run, scale):
             run.measure(case)
@@ -111,11 +114,22 @@ TABLE_ROWS = {16: (None, 12), 64: (None, 35), 128: (None, 50), 256: (40, 50), 10
 LONG_ROWS = (64, 128, 256)
 
 
-def host_table(run: Run, width: int, size: int) -> Case:
-    """Random rows of a table on the host, an eighth of it, into an array on the GPU."""
-    table = run.random.random(size, dtype=numpy.float32).reshape(-1, width)
+def host_table(run: Run, width: int, table: numpy.ndarray, order: str = "") -> Case:
+    """Random rows of a table on the host, an eighth of it, into an array on the GPU.
+
+    "each once": no row is taken twice. What sorting the indices gains beside that is the most that
+    gather could gain by sorting them itself.
+    """
+    table = table.reshape(-1, width)
     count = len(table) // 8
-    indices = [(run.random.integers(0, len(table), count),) for _ in range(4)]
+
+    def draw() -> numpy.ndarray:
+        if not order:
+            return run.random.integers(0, len(table), count)
+        rows = run.random.permutation(len(table))[:count]
+        return numpy.sort(rows) if order.endswith("sorted") else rows
+
+    indices = [(draw(),) for _ in range(4)]
     pageable, locked = TABLE_ROWS[width]
     contestants = {
         "gpuops": _into_gpu(count, width),
@@ -137,6 +151,7 @@ def host_table(run: Run, width: int, size: int) -> Case:
             _waiting(lambda x, i: cupy.asarray(x.take(i, axis=0))), to_numpy=cupy.asnumpy
         )
     name = f"host table, {count_name(count)} rows of {width} float32 ({4 * width} bytes)"
+    name += f", {order}" if order else ""
     moved = count * width * table.itemsize
     return Case(f"gather {name}", contestants, _take_rows, [table], indices, moved, None, targets)
 

@@ -15,6 +15,16 @@ from .harness import Case, Contestant, Run, Target, on_gpu
 SIZE, COUNT = 1000, 100
 QUEUED: dict[str, Any] = {"clock": "queued"}
 
+# What these calls may take, beside a launch by the driver that takes as long as LAUNCH_SECONDS:
+# hosts differ in how long that is, and calls take so much longer there as well.
+LAUNCH, LAUNCH_SECONDS = "driver: launch of an empty kernel", 3.7e-6
+GATHER_SECONDS, OUT_SECONDS, TORCH_SECONDS, KERNEL_SECONDS = 4.8e-6, 4.2e-6, 6e-6, 4.2e-6
+
+
+def beside_a_launch(ours: str, seconds: float) -> Target:
+    """Ask for so many seconds where a launch takes LAUNCH_SECONDS."""
+    return Target(ours, LAUNCH, ratio=LAUNCH_SECONDS / seconds)
+
 
 def measure(run: Run) -> None:
     """Measure small gathers in a loop of calls that nobody waits for, then their parts."""
@@ -54,9 +64,9 @@ def calls(table: numpy.ndarray, indices: list) -> Case:
         "take, int32 indices", lambda jax, x, i: jax.numpy.take(x, i), **QUEUED
     )
     targets = [
-        Target("gpuops.gather", seconds=4.8e-6),
-        Target("gpuops.gather, out=", seconds=4.2e-6),
-        Target("gpuops.gather of torch arrays", seconds=6e-6),
+        Target("gpuops.gather", seconds=GATHER_SECONDS),
+        Target("gpuops.gather, out=", seconds=OUT_SECONDS),
+        Target("gpuops.gather of torch arrays", seconds=TORCH_SECONDS),
     ]
     name = f"overhead {COUNT} of {SIZE} float32"
     return Case(name, contestants, numpy.take, [table], indices, targets=targets)
@@ -115,11 +125,12 @@ def launches(table: numpy.ndarray) -> Case:
         contestants["CuPy, RawKernel"] = Contestant(
             lambda: raw((blocks,), (threads,), (scalar, *theirs)), **QUEUED
         )
-    contestants["driver: launch of an empty kernel"] = Contestant(Driver().launch(), **QUEUED)
+    contestants[LAUNCH] = Contestant(Driver().launch(), **QUEUED)
     targets = []
     for name in contestants:
         if name.startswith("gpuops"):
-            targets.append(Target(name, seconds=4.2e-6))
+            targets.append(Target(name, seconds=KERNEL_SECONDS))
+            targets.append(beside_a_launch(name, KERNEL_SECONDS))
     return Case("launch of a kernel on three arrays", contestants, reference=None, targets=targets)
 
 
@@ -135,14 +146,21 @@ def parts(table: numpy.ndarray, indices: numpy.ndarray) -> Case:
         "without a GPU: on the CPU": functools.partial(gpuops.gather, table, indices, device="cpu"),
         "gpuops.empty of the result": functools.partial(gpuops.empty, COUNT, numpy.float32),
         "gpuops.current_stream": gpuops.current_stream,
-        "driver: launch of an empty kernel": driver.launch(),
+        LAUNCH: driver.launch(),
         "driver: allocate and free": driver.allocate_and_free(out.nbytes),
         "driver: no work": driver.no_work(),
     }
+    targets = [
+        beside_a_launch("gpuops.gather", GATHER_SECONDS),
+        beside_a_launch("without memory: out=", OUT_SECONDS),
+    ]
     if torch := peers.torch_on_gpu():
-        theirs = torch.from_numpy(table).cuda(), torch.from_numpy(indices[:0]).cuda()
-        calls["without work, torch arrays in and out"] = functools.partial(gpuops.gather, *theirs)
+        theirs, where = torch.from_numpy(table).cuda(), torch.from_numpy(indices).cuda()
+        in_and_out = "torch arrays in and out"
+        calls[in_and_out] = functools.partial(gpuops.gather, theirs, where)
+        calls[f"without work, {in_and_out}"] = functools.partial(gpuops.gather, theirs, where[:0])
+        targets.append(beside_a_launch(in_and_out, TORCH_SECONDS))
         one = torch.zeros(1, device="cuda")
         calls["torch: fill one element"] = functools.partial(one.fill_, 1)
     contestants = {name: Contestant(call, **QUEUED) for name, call in calls.items()}
-    return Case("parts of a call", contestants, reference=None)
+    return Case("parts of a call", contestants, reference=None, targets=targets)
