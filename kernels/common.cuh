@@ -75,6 +75,9 @@ Status cuda_allocation_status(cudaError_t code, const char *call);
 /* The same where nobody is left to tell: the last failure stays what it was, but a fatal error is
  * remembered for the next call. */
 void cuda_ignore(cudaError_t code);
+/* Likewise for a function of the driver, whose errors have the runtime's numbers, but are not
+ * remembered by it. */
+void cuda_notice(cudaError_t code);
 #define CUDA_TRY(call)                                                                             \
     do {                                                                                           \
         cudaError_t code_ = (call);                                                                \

@@ -106,10 +106,7 @@ static bool copy_rows(MadeRows *work, const Loop &loop, char *out, const char *x
                 row = x + i * x_step + found * axis_stride;
             } else if (mode != MODE_FILL) {
                 note_bad(work, indices + i * index_step, &index);
-                if (row == NULL) {
-                    if (streams) end_streaming();
-                    return false;
-                }
+                if (row == NULL) return false;
             }
         } else {
             row = x + i * x_step + static_cast<int64_t>(place) * axis_stride;
@@ -119,7 +116,6 @@ static bool copy_rows(MadeRows *work, const Loop &loop, char *out, const char *x
         else
             memcpy(out + i * out_step, row, row_bytes);
     }
-    if (streams) end_streaming();
     return true;
 }
 
@@ -175,9 +171,9 @@ static void gather_range(void *context, int64_t begin, int64_t end)
         if (count > end - begin) count = end - begin;
         if (!copy(work, loop, out + first * loop.out, x + first * loop.x,
                   indices + first * loop.index, count))
-            return;
+            break;
         begin += count;
-        if (begin == end) return;
+        if (begin == end) break;
         first = 0;
         for (int i = inner - 1; i >= 0; i--) { /* on to the next stretch */
             const Loop &outer = gather.loops[i];
@@ -191,6 +187,7 @@ static void gather_range(void *context, int64_t begin, int64_t end)
             indices -= outer.count * outer.index;
         }
     }
+    if (work->streams) end_streaming();
 }
 
 template <class Index>

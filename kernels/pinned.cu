@@ -470,8 +470,10 @@ static bool is_in_one_piece(const char *there, int64_t bytes)
     void *found[] = {&begin, &size};
     const CUdeviceptr address = reinterpret_cast<CUdeviceptr>(there);
     const PointerAttributes get = find_pointer_attributes();
-    if (get == NULL || get(2, wanted, found, address) != CUDA_SUCCESS || begin == NULL)
-        return false;
+    if (get == NULL) return false;
+    const cudaError_t code = static_cast<cudaError_t>(get(2, wanted, found, address));
+    cuda_notice(code);
+    if (code != cudaSuccess || begin == NULL) return false;
     return there >= begin && there - begin + bytes <= (int64_t)size;
 }
 

@@ -51,6 +51,11 @@ void cuda_ignore(cudaError_t code)
 {
     if (code == cudaSuccess) return;
     (void)cudaGetLastError();
+    cuda_notice(code);
+}
+
+void cuda_notice(cudaError_t code)
+{
     if (is_fatal(code)) __atomic_store_n(&cuda.lost, (int)code, __ATOMIC_RELAXED);
 }
 

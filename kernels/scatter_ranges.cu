@@ -23,9 +23,9 @@
 constexpr int MOST_RANGES = 256; /* to each of which a line of the first cache is written */
 constexpr int RANGES_PER_WORKER = 4;
 constexpr int64_t RANGE_BYTES = 128 << 10; /* which a core's own cache holds */
-/* Ranges begin where lines of the caches do: two workers that write to one line wait for each other
- * at every number. */
-constexpr int64_t LEAST_RANGE_BYTES = 256, LINE_BYTES = 64;
+/* Two workers that write to one line of the caches wait for each other at every number: ranges of
+ * numbers that follow one another begin where lines do, and so do the workers' sums. */
+constexpr int64_t LINE_BYTES = 64, LEAST_RANGE_BYTES = 256, LEAST_SUMS = 64;
 constexpr int ENTRIES = 512; /* of a block */
 /* How far ahead of use memory is asked for: bytes of a block, and rows of values. */
 constexpr int BYTES_AHEAD = 128, ROWS_AHEAD = 8;
@@ -69,7 +69,8 @@ struct Deal {
     Block<Payload> **first_blocks; /* parts x ranges */
     Block<Payload> *blocks;
     int64_t blocks_per_part;
-    int next_range;  /* that nobody has taken; atomic */
+    int next_range; /* that nobody has taken; atomic */
+    int64_t sums_per_worker;
     float *sums;     /* for each worker, of the places of a range */
     uint32_t *named; /* likewise, those of the places that have been named, */
     bool *is_named;  /* and whether one has; false before and after */
@@ -200,7 +201,7 @@ struct SumRows {
         constexpr int64_t STEP = sizeof(T);
         const Scatter &scatter = *deal.scatter;
         const int64_t items = scatter.row_bytes / STEP, stride = axis_offset(scatter, 1);
-        const int64_t first = (int64_t)worker << deal.shift;
+        const int64_t first = worker * deal.sums_per_worker;
         float *const all_sums = deal.sums + first * items;
         bool *const is_named = deal.is_named + first;
         uint32_t *const named = deal.named + first;
@@ -274,7 +275,7 @@ static bool deal_and_put(const Scatter &scatter, int64_t place_bytes, bool sums)
     int64_t ranges = size / (RANGE_BYTES / place_bytes + 1) + 1;
     if (ranges < RANGES_PER_WORKER * deal.parts) ranges = RANGES_PER_WORKER * deal.parts;
     ranges = min_of(ranges, MOST_RANGES);
-    while (last >> deal.shift >= ranges || place_bytes << deal.shift < LEAST_RANGE_BYTES)
+    while (last >> deal.shift >= ranges || (!sums && place_bytes << deal.shift < LEAST_RANGE_BYTES))
         deal.shift++;
     if (deal.shift > 32) return false; /* of elements that are in the same memory */
     deal.ranges = (int)(last >> deal.shift) + 1;
@@ -282,7 +283,10 @@ static bool deal_and_put(const Scatter &scatter, int64_t place_bytes, bool sums)
     deal.blocks_per_part = part / ENTRIES + min_of(deal.ranges, part);
 
     const int64_t workers = min_of(deal.parts, deal.ranges);
-    const int64_t places = sums ? workers << deal.shift : 0;
+    deal.sums_per_worker = (int64_t)1 << deal.shift;
+    if (place_bytes < LINE_BYTES && deal.sums_per_worker < LEAST_SUMS)
+        deal.sums_per_worker = LEAST_SUMS;
+    const int64_t places = sums ? workers * deal.sums_per_worker : 0;
     const int64_t block_bytes = deal.parts * deal.blocks_per_part * (int64_t)sizeof *deal.blocks;
     const int64_t first_bytes =
         in_lines((int64_t)deal.parts * deal.ranges * (int64_t)sizeof(void *));

@@ -668,10 +668,11 @@ def test_few_long_rows(gpuops, row, mode):
 @pytest.mark.parametrize("mode", ["raise", "fill"])
 def test_results_that_no_cache_holds(gpuops, row_bytes, mode):
     """33 MiB of rows that are written by words, where these may begin there, or not."""
-    x = np.arange(100 * row_bytes // 4, dtype=np.uint32).view("u1").reshape(100, row_bytes)
-    indices = np.random.default_rng(1).integers(-100, 100, (33 << 20) // row_bytes + 1)
+    count = (9 << 20) // row_bytes // 4 * 4  # nor does one hold the table
+    x = np.arange(count * row_bytes // 4, dtype=np.uint32).view("u1").reshape(count, row_bytes)
+    indices = np.random.default_rng(1).integers(-count, count, (33 << 20) // row_bytes + 1)
     expected = x[indices]
-    indices[7] = -101 if mode == "fill" else indices[7]
+    indices[7] = -count - 1 if mode == "fill" else indices[7]
     expected[7] = 3 if mode == "fill" else expected[7]
     options = {"fill_value": 3} if mode == "fill" else {}
     same(gpuops.gather(x, indices, mode=mode, **options), expected)
@@ -682,10 +683,16 @@ def test_results_that_no_cache_holds(gpuops, row_bytes, mode):
         same(out, expected)
         memory[offset : offset + expected.size] = 99
         assert (memory == 99).all()
-    indices[len(indices) // 2] = 100
+    indices[len(indices) // 2] = count
     if mode == "raise":
-        with pytest.raises(IndexError, match="index 100 is out of bounds"):
+        with pytest.raises(IndexError, match=f"index {count} is out of bounds"):
             gpuops.gather(x, indices)
+
+
+def test_columns_of_results_that_no_cache_holds(gpuops):
+    """A few rows at a time, written by words."""
+    x = np.random.default_rng(2).random((17_000, 5, 128), np.float32)
+    same(gpuops.gather(x, [4, 0, -3, 4], axis=1), x[:, [4, 0, -3, 4]])
 
 
 def test_overlapping_windows(gpuops):

@@ -256,17 +256,13 @@ def test_a_table_that_is_locked_in_part_is_not_read_in_place(fake):
 @contextlib.contextmanager
 def locked_by_somebody_else(gpu, *parts):
     runtime = pytest.importorskip("torch").cuda.cudart() if gpu.fake is None else gpu.fake.library
-    for x in parts:
-        address, size = ctypes.c_void_p(x.ctypes.data), ctypes.c_size_t(x.nbytes)
-        if gpu.fake is None:
-            address, size = address.value, size.value
-        assert int(runtime.cudaHostRegister(address, size, 0)) == 0
-    try:
-        yield
-    finally:
+    word, size = (int, int) if gpu.fake is None else (ctypes.c_void_p, ctypes.c_size_t)
+    with contextlib.ExitStack() as locked:
         for x in parts:
-            address = x.ctypes.data if gpu.fake is None else ctypes.c_void_p(x.ctypes.data)
-            assert int(runtime.cudaHostUnregister(address)) == 0
+            address = word(x.ctypes.data)
+            assert int(runtime.cudaHostRegister(address, size(x.nbytes), 0)) == 0
+            locked.callback(runtime.cudaHostUnregister, address)
+        yield
 
 
 def test_a_table_that_somebody_else_has_locked_in_part(fake):
