@@ -96,6 +96,7 @@ def _ratio(value: float) -> str:
 KINDS = (
     ("whole ", "Whole calls by every way, NumPy arrays in and out", _time),
     ("curve ", "The same at every size", _time),
+    ("gather host table, ", "From tables on the host to the GPU", rate),
     ("gather ", "Whole calls, NumPy arrays in and out", _time),
     ("device scatter_add ", "scatter_add", rate),
     ("device scatter ", "scatter", rate),

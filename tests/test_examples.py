@@ -307,7 +307,7 @@ def test_saxpy_between_asynchronous_copies_of_page_locked_memory(gpu):
         if gpu.fake is None:
             torch = pytest.importorskip("torch")
             with torch.cuda.stream(torch.cuda.ExternalStream(stream.ptr)):
-                torch.cuda._sleep(1_000_000_000)  # cycles: half a second, for slow tools too
+                torch.cuda._sleep(100_000_000)  # cycles, some fifty milliseconds
         else:
             gpu.fake.set_scheduler("lazy")
         queue_copy(gpu, stream, device_x, x)
