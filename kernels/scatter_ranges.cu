@@ -20,7 +20,9 @@
 #include <stdlib.h>
 #include <type_traits>
 
-constexpr int MOST_RANGES = 256; /* to each of which a line of the first cache is written */
+/* To each of them a line of the first cache is written. There is one more where the first begins
+ * below the table. */
+constexpr int MOST_RANGES = 256;
 constexpr int RANGES_PER_WORKER = 4;
 constexpr int64_t RANGE_BYTES = 128 << 10; /* which a core's own cache holds */
 /* Two workers that write to one line of the caches wait for each other at every number: ranges of
@@ -105,7 +107,7 @@ static void deal_part(const Deal<Payload> &deal, int part)
     const uint32_t mask = static_cast<uint32_t>(((uint64_t)1 << shift) - 1);
     Block<Payload> *spare = deal.blocks + part * deal.blocks_per_part;
     /* Here, where they share no cache line with those of another part. */
-    Bucket<Payload> buckets[MOST_RANGES] = {};
+    Bucket<Payload> buckets[MOST_RANGES + 1] = {};
     for (int64_t i = begin; i < end; i++) {
         const Index index = load<Index>(scatter.indices + i * (int64_t)sizeof(Index));
         uint64_t place = static_cast<uint64_t>(index);
@@ -270,15 +272,15 @@ static bool deal_and_put(const Scatter &scatter, int64_t place_bytes, bool sums)
     deal.scatter = &scatter;
     const int64_t work_bytes = most * ((int64_t)sizeof(Entry<Payload>) + scatter.row_bytes);
     deal.parts = (int)min_of(threads, work_bytes / GRAIN_BYTES + 1);
-    deal.skew = skew_of(scatter);
-    const int64_t last = size - 1 + (int64_t)deal.skew;
+    if (!sums) deal.skew = skew_of(scatter); /* less than a range has */
     int64_t ranges = size / (RANGE_BYTES / place_bytes + 1) + 1;
     if (ranges < RANGES_PER_WORKER * deal.parts) ranges = RANGES_PER_WORKER * deal.parts;
     ranges = min_of(ranges, MOST_RANGES);
-    while (last >> deal.shift >= ranges || (!sums && place_bytes << deal.shift < LEAST_RANGE_BYTES))
+    while ((size - 1) >> deal.shift >= ranges ||
+           (!sums && place_bytes << deal.shift < LEAST_RANGE_BYTES))
         deal.shift++;
     if (deal.shift > 32) return false; /* of elements that are in the same memory */
-    deal.ranges = (int)(last >> deal.shift) + 1;
+    deal.ranges = (int)((size - 1 + (int64_t)deal.skew) >> deal.shift) + 1;
     const int64_t part = most / deal.parts + 1;
     deal.blocks_per_part = part / ENTRIES + min_of(deal.ranges, part);
 
