@@ -1,5 +1,5 @@
-/* Stores that go around the caches, for what the CPU does not read again: they save the caches'
- * room, and the reading of what is overwritten. */
+/* Stores that go around the caches, for what these could not hold until it is read again: they save
+ * their room, and the reading of what is overwritten. */
 #ifndef GPUOPS_STREAMED_CUH
 #define GPUOPS_STREAMED_CUH
 

@@ -113,6 +113,10 @@ def check_long_tables(gpuops):
         x = rough(random, 12_000_001, dtype)
         indices = random.integers(0, len(x), 2 * SOME)
         check_call(gpuops, x, indices, rough(random, 2 * SOME, dtype))
+    # As many ranges as there may be, and one more, since no line begins where the table does.
+    x = rough(random, (1 << 24) + 1, "i2")[1:]
+    indices = np.r_[random.integers(0, len(x), 2 * SOME), len(x) - 1]
+    check_call(gpuops, x, indices, rough(random, len(indices), "i2"))
 
 
 def check_layouts(gpuops):
