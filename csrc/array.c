@@ -818,7 +818,8 @@ static PyMethodDef array_type_methods[] = {
      "Returns\n-------\ncapsule\n"
      "    Whoever takes the array out of it calls its deleter once, from any thread, when all use\n"
      "    of the memory is done, or comes before what the home stream `stream` of the array is\n"
-     "    given next.\n\n"
+     "    given next. What a default stream or one of gpuops, given as `stream`, has been given\n"
+     "    to do by then need not be done.\n\n"
      "Raises\n------\nBufferError\n    If the array cannot be given in that way.\n"},
     {"__dlpack_device__", array_dlpack_device, METH_NOARGS,
      "__dlpack_device__($self)\n--\n\n"

@@ -702,22 +702,32 @@ failed:
 
 /* Export. */
 
-/* Whoever deletes may hold the GIL or not, and what may take time is done without it. */
-static void release_exported(Memory *memory)
+static Status do_release_exported(void *context)
 {
-    if (memory_try_release(memory)) return;
+    const Export *export = context;
+    if (export->consumer == NULL)
+        memory_release(export->memory);
+    else
+        memory_release_after(export->memory, export->consumer);
+    return STATUS_OK;
+}
+
+/* Whoever deletes may hold the GIL or not, and what may take time is done without it. */
+static void release_exported(Export *export)
+{
+    if (export->consumer == NULL && memory_try_release(export->memory)) return;
     Quiet quiet;
     begin_quiet(&quiet);
     if (quiet.is_python)
-        release_memory(memory);
+        (void)without_gil(do_release_exported, export);
     else
-        memory_release(memory);
+        (void)do_release_exported(export);
     end_quiet(&quiet);
 }
 
 static void free_export(Export *export)
 {
-    if (export->memory != NULL) release_exported(export->memory);
+    if (export->memory != NULL) release_exported(export);
     if (export->object != NULL) release_object(export->object);
     free(export->host_data);
     free(export);
@@ -736,10 +746,12 @@ static void delete_export_legacy(DLManagedTensor *tensor)
 /* Nobody has consumed it, unless it has another name by now. */
 static void destroy_export_capsule(PyObject *capsule)
 {
-    if (PyCapsule_IsValid(capsule, VERSIONED))
-        dlpack_delete(PyCapsule_GetPointer(capsule, VERSIONED));
-    else if (PyCapsule_IsValid(capsule, LEGACY))
-        delete_legacy(PyCapsule_GetPointer(capsule, LEGACY));
+    const char *name = PyCapsule_IsValid(capsule, VERSIONED) ? VERSIONED : LEGACY;
+    if (!PyCapsule_IsValid(capsule, name)) return;
+    Export *export = PyCapsule_GetPointer(capsule, name);
+    if (export->consumer != NULL) release_stream(export->consumer);
+    export->consumer = NULL;
+    free_export(export);
 }
 
 Export *new_export(const View *view, DLDataType dtype, DLDevice device, uint64_t flags, int minor)
@@ -916,26 +928,32 @@ static Export *export_to_host(State *state, const View *view, DLDataType dtype,
 }
 
 /* What the consumer queues on its stream comes after what is queued on the array's own. */
-static int order_consumer(State *state, const View *view, const ExportOptions *options)
+static int order_consumer(State *state, const View *view, const ExportOptions *options,
+                          Stream **consumer)
 {
     if (options->has_stream && options->stream == -1) return 0;
     const uintptr_t handle = options->has_stream ? (uintptr_t)options->stream : 1;
-    Stream *waiting = borrowed_stream(state, view->device, handle, "__dlpack__");
-    if (waiting == NULL) return -1;
-    const int result = await_stream(state, waiting, view->stream, "__dlpack__");
-    release_stream(waiting);
-    return result;
+    *consumer = borrowed_stream(state, view->device, handle, "__dlpack__");
+    return *consumer == NULL ? -1 : await_stream(state, *consumer, view->stream, "__dlpack__");
 }
 
-Export *export_array(const DeviceArray *array, uint64_t flags, int minor)
+Export *export_array(const DeviceArray *array, Stream *consumer, uint64_t flags, int minor)
 {
+    Export *export = NULL;
     DLDataType dtype;
     View view;
     array_view(array, &view);
-    if (exportable_dtype(array->descr, &dtype) < 0) return NULL;
-    if (array->read_only) flags |= DL_READ_ONLY;
-    Export *export = new_export(&view, dtype, (DLDevice){DL_CUDA, view.device}, flags, minor);
+    if (exportable_dtype(array->descr, &dtype) == 0) {
+        if (array->read_only) flags |= DL_READ_ONLY;
+        export = new_export(&view, dtype, (DLDevice){DL_CUDA, view.device}, flags, minor);
+    }
     if (export != NULL) export->memory = memory_hold(array->memory);
+    /* Of one that its library may have destroyed by then, the end of the work cannot be marked. */
+    if (export != NULL && consumer != NULL && consumer != view.stream &&
+        stream_that_lasts(consumer) == consumer)
+        export->consumer = consumer;
+    else if (consumer != NULL)
+        release_stream(consumer);
     return export;
 }
 
@@ -944,6 +962,7 @@ PyObject *array_dlpack(PyObject *self, PyObject *args, PyObject *keywords)
     State *state = state_of(Py_TYPE(self));
     const DeviceArray *array = (DeviceArray *)self;
     PyObject *copied = NULL;
+    Stream *consumer = NULL;
     Export *export = NULL;
     ExportOptions options = {.minor = LEGACY_FORM};
     DLDataType dtype;
@@ -967,8 +986,10 @@ PyObject *array_dlpack(PyObject *self, PyObject *args, PyObject *keywords)
                         "max_version=(1, 0), or copy=True");
         return NULL;
     }
-    if (order_consumer(state, &view, &options) == 0)
-        export = export_array(array, copied != NULL ? DL_IS_COPIED : 0, options.minor);
+    if (order_consumer(state, &view, &options, &consumer) == 0)
+        export = export_array(array, consumer, copied != NULL ? DL_IS_COPIED : 0, options.minor);
+    else if (consumer != NULL)
+        release_stream(consumer);
     Py_XDECREF(copied);
     return export == NULL ? NULL : capsule_of(export, options.minor);
 }

@@ -286,7 +286,16 @@ static int api_from_object(void *object, DLManagedTensorVersioned **out)
                      Py_TYPE((PyObject *)object));
         return -1;
     }
-    Export *export = export_array(object, 0, DLPACK_MINOR);
+    /* The stream on which the consumer is to work is the current one, and not the array's own. */
+    View view;
+    array_view(object, &view);
+    Stream *consumer = current_stream(state, view.device);
+    if (consumer == NULL) return -1;
+    if (await_stream(state, consumer, view.stream, "DLPack") < 0) {
+        release_stream(consumer);
+        return -1;
+    }
+    Export *export = export_array(object, consumer, 0, DLPACK_MINOR);
     if (export == NULL) return -1;
     *out = &export->tensor.versioned;
     return 0;

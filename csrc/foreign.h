@@ -80,6 +80,7 @@ typedef struct Export {
         DLManagedTensor legacy;
     } tensor;
     Memory *memory;
+    Stream *consumer; /* held, or NULL; what it is given uses the memory, until that goes back */
     void *host_data;
     PyObject *object;
     int64_t sizes[]; /* shape, then strides in elements */
@@ -90,7 +91,9 @@ enum { LEGACY_FORM = -1 };
 
 /* The caller adds what is to be held. */
 Export *new_export(const View *view, DLDataType dtype, DLDevice device, uint64_t flags, int minor);
-Export *export_array(const DeviceArray *array, uint64_t flags, int minor);
+/* Takes over the reference to the stream of the consumer, NULL where that is not known; the caller
+ * has made it wait for the array's own. */
+Export *export_array(const DeviceArray *array, Stream *consumer, uint64_t flags, int minor);
 
 /* exchange.c: the table of the version that we know, of those that a type offers; or NULL. */
 const DLPackExchangeAPI *find_api(PyObject *capsule);

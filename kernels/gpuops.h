@@ -346,6 +346,8 @@ Memory *memory_hold(Memory *memory);
 Status memory_keep(Memory *memory);
 void memory_release(Memory *memory);     /* may call CUDA, and owners */
 bool memory_try_release(Memory *memory); /* true: that was done, without either */
+/* The same for somebody who has let work on it be queued on a stream. Gives back that too. */
+void memory_release_after(Memory *memory, Stream *stream);
 Status memory_info(int device, MemoryInfo *info);
 Status memory_empty_cache(int device); /* gives back all that no array uses */
 Status memory_set_limit(int device, int64_t bytes);

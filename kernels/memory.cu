@@ -676,6 +676,17 @@ void memory_release(Memory *memory)
     settle(FEW);
 }
 
+void memory_release_after(Memory *memory, Stream *stream)
+{
+    int previous;
+    if (!runtime_is_leaving() && device_enter(stream->device, &previous) == STATUS_OK) {
+        (void)memory_note_use(memory, stream); /* or the work is waited for */
+        device_leave(stream->device, previous);
+    }
+    memory_release(memory);
+    stream_release(stream);
+}
+
 Status memory_info(int device, MemoryInfo *info)
 {
     int previous;
@@ -807,6 +818,8 @@ bool memory_try_release(Memory *)
 {
     return true;
 }
+
+void memory_release_after(Memory *, Stream *) {}
 
 Status memory_info(int, MemoryInfo *)
 {

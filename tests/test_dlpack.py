@@ -4,6 +4,7 @@ Arrays on the host run through operators on every device; arrays on a GPU on the
 a real one.
 """
 
+import ctypes
 import gc
 import subprocess
 import sys
@@ -626,6 +627,50 @@ def test_consumed_and_given_back_without_the_gil(gpu):
         thread.join()
         gpuops.synchronize()
         assert gpuops.memory_info().used == before
+
+
+def capsule_of(d, stream, **options):
+    """Exports an array to a consumer that works on a stream; what gives it back."""
+    return capsules.Export(d.__dlpack__(stream=stream.ptr, **options)).consume()
+
+
+def managed_of(d, stream):
+    """The same by the C exchange API."""
+    out = ctypes.c_void_p()
+    with stream:
+        from_object = capsules.exchange_api(type(d)).from_object
+        assert capsules.FROM_OBJECT(from_object)(d, ctypes.pointer(out)) == 0
+    deleter = capsules.DELETER(capsules.Versioned.from_address(out.value).deleter)
+    return lambda: deleter(out.value)
+
+
+EXPORTED = {
+    "versioned": lambda d, stream: capsule_of(d, stream, max_version=(1, 3)),
+    "legacy": capsule_of,
+    "exchange": managed_of,
+}
+
+
+@pytest.mark.parametrize("how", EXPORTED)
+def test_a_consumer_goes_on_with_what_it_has_given_back(in_any_order, how):
+    """It reads what was written before, and the memory is not used again before it has read it."""
+    gpuops = in_any_order.gpuops
+    own, default = gpuops.Stream(), gpuops.current_stream()
+    for home, theirs in [(own, default), (default, own), (own, gpuops.Stream())]:
+        d = gpuops.empty(1000, stream=home)
+        busy = [d.copy(stream=home) for _ in range(20)]
+        d.fill(5, stream=home)
+        give_back = EXPORTED[how](d, theirs)
+        interface, address = Interface(d, stream=theirs.ptr), d.ptr
+        shown = gpuops.asarray(interface, stream=theirs)
+        interface.owner = d = None
+        busy += [shown.copy(stream=theirs) for _ in range(20)]
+        seen = shown.copy(stream=theirs)
+        give_back()
+        again = gpuops.zeros(1000, stream=home)
+        assert again.ptr == address
+        same(seen.to_host(stream=theirs), np.full(1000, 5.0))
+        del busy, shown, seen, again
 
 
 def test_exports_hold_no_python_object(gpu):
