@@ -481,7 +481,7 @@ def test_other_threads_go_on_while_memory_is_given_back(gpuops, gpu):
     for fills in (40, 80, 160, 320):  # until it takes long enough to be seen
         gpu.fake.set_scheduler("lazy")
         for turn in range(fills):
-            work[::2].fill(turn, stream=slow)
+            work[::2].fill(turn % 256, stream=slow)
         busy = threading.Thread(target=slow.synchronize)
         ticks, over = 0, False
 
