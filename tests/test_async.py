@@ -592,6 +592,8 @@ with gpuops.Stream() as stream:
     print(error_of(lambda: gpuops.take(d, [-6], 0)))
     print(error_of(lambda: gpuops.take_along_axis(d, [5], 0)))
     print(error_of(lambda: gpuops.gather(d, [0, 7], out=out)))
+    print(error_of(lambda: gpuops.scatter(out, [1, 2], 0.0)))
+    print(error_of(lambda: gpuops.scatter_add(out, [1, -3], 0.0)))
     stream.synchronize()
 gpuops.synchronize()
 print(gpuops.gather(d, [4]).to_host(), gpuops.gather(d, [4, 9], mode="fill").to_host())
@@ -601,6 +603,8 @@ print(gpuops.gather(d, [4]).to_host(), gpuops.gather(d, [4, 9], mode="fill").to_
         "index -6 is out of bounds for axis 0 with size 5",
         "index 5 is out of bounds for axis 0 with size 5",
         "index 7 is out of bounds for axis 0 with size 5",
+        "index 2 is out of bounds for axis 0 with size 2",
+        "index -3 is out of bounds for axis 0 with size 2",
         "[5.] [5. 0.]",
     ]
     source = source.split("with gpuops")[0] + "print(error_of(lambda: gpuops.gather(d, [7])))"
@@ -1164,6 +1168,49 @@ def test_no_operator_waits_or_takes_memory_over_and_over(fake_device):
             finally:
                 gpuops.memory_limit(None)
     gpuops.synchronize()
+
+
+class Late:
+    """The module, but each array is at home on a stream that brings its elements late."""
+
+    def __init__(self, gpuops, gpu):
+        self.gpuops, self.made = gpuops, []
+        slow = gpuops.Stream()
+        keep_busy(gpuops, gpu, slow)
+        self.begin = slow.record()
+
+    def __getattr__(self, name):
+        return getattr(self.gpuops, name)
+
+    def to_device(self, x):
+        there, order = self.gpuops.to_device(x), self.gpuops.to_device(np.arange(len(x)))
+        home = self.gpuops.Stream()
+        d = self.gpuops.zeros(there.shape, there.dtype, stream=home)
+        there.stream.synchronize()
+        home.wait(self.begin)
+        self.gpuops.gather(there, order, out=d, stream=home)
+        self.made.append((d, there, order))  # to free these makes their stream wait
+        return d
+
+
+def test_every_operator_waits_for_its_operands(gpuops, gpu, scheduler):
+    """What was queued on their streams before comes first, and what is queued next comes after."""
+    expected = {}
+    calls, target = calls_of_every_operator(gpuops)
+    for name, call in calls.items():
+        target.fill(0)
+        result = call()
+        expected[name] = (target if result is None else result).to_host().tobytes()
+    for name in expected:
+        late, stream = Late(gpuops, gpu), gpuops.Stream()
+        calls, target = calls_of_every_operator(late)
+        target.fill(0)
+        with stream:
+            result = calls[name]()
+        for d, _, _ in late.made:
+            d.fill(0, stream=d.stream)
+        found = (target if result is None else result).to_host(stream=stream)
+        assert found.tobytes() == expected[name], name
 
 
 def test_every_operator_may_be_captured(gpuops, capture):
