@@ -614,19 +614,37 @@ def test_never_consumed(gpu):
     same(d.to_host(), HOST)
 
 
-def test_consumed_and_given_back_without_the_gil(gpu):
-    """In threads that never were Python's; memory outlives the array, and no longer."""
+def run_without_python(function, argument):
+    """Calls a C function in a thread that Python knows nothing of."""
+    library, thread = ctypes.CDLL(None), ctypes.c_ulong()
+    function, argument = ctypes.c_void_p(function), ctypes.c_void_p(argument)
+    assert library.pthread_create(ctypes.byref(thread), None, function, argument) == 0
+    assert library.pthread_join(thread, None) == 0
+
+
+@pytest.mark.parametrize("own_stream", [False, True])
+@pytest.mark.parametrize(
+    "options", [{}, {"max_version": (1, 3)}, {"copy": True}, {"dl_device": (CPU, 0)}], ids=repr
+)
+def test_consumed_and_given_back_without_the_gil(gpu, options, own_stream):
+    """In threads of Python's and in others; memory outlives the array, and no longer."""
     gpuops = gpu.gpuops
+    home = gpuops.Stream() if own_stream else gpuops.current_stream()
     before = gpuops.memory_info().used
-    for options in ({}, {"max_version": (1, 3)}, {"copy": True}, {"dl_device": (CPU, 0)}):
-        d = gpuops.to_device(HOST)
-        give_back = capsules.Export(d.__dlpack__(**options)).consume()
-        del d
-        thread = threading.Thread(target=give_back)
-        thread.start()
-        thread.join()
-        gpuops.synchronize()
-        assert gpuops.memory_info().used == before
+    d = gpuops.to_device(HOST, stream=home)
+    give_back = capsules.Export(d.__dlpack__(**options)).consume()
+    del d
+    thread = threading.Thread(target=give_back)
+    thread.start()
+    thread.join()
+    gpuops.synchronize()
+    assert gpuops.memory_info().used == before
+    export = capsules.Export(gpuops.to_device(HOST, stream=home).__dlpack__(**options))
+    deleter = ctypes.cast(export.managed.deleter, ctypes.c_void_p).value
+    export.consume()
+    run_without_python(deleter, export.address)
+    gpuops.synchronize()
+    assert gpuops.memory_info().used == before
 
 
 def capsule_of(d, stream, **options):
