@@ -436,6 +436,13 @@ Status memory_keep(Memory *memory)
     return STATUS_OK;
 }
 
+/* CUDA does not tell when the work on it is done that this device has been given. */
+static void leave_unmarked(Memory *memory, int device)
+{
+    memory->unmarked_device = device;
+    __atomic_store_n(&memory->unmarked, true, __ATOMIC_RELEASE);
+}
+
 Status memory_note_use(Memory *memory, Stream *stream)
 {
     if (stream_is_capturing(stream)) return STATUS_OK; /* a graph's memory is the caller's care */
@@ -460,10 +467,7 @@ Status memory_note_use(Memory *memory, Stream *stream)
     /* The work is queued and cannot be called back: without its event, it is waited for. */
     const cudaError_t code = cudaStreamSynchronize(stream->handle);
     cuda_ignore(code);
-    if (code != cudaSuccess) {
-        memory->unmarked_device = stream->device;
-        __atomic_store_n(&memory->unmarked, true, __ATOMIC_RELEASE);
-    }
+    if (code != cudaSuccess) leave_unmarked(memory, stream->device);
     return status;
 }
 
@@ -679,9 +683,12 @@ void memory_release(Memory *memory)
 void memory_release_after(Memory *memory, Stream *stream)
 {
     int previous;
-    if (!runtime_is_leaving() && device_enter(stream->device, &previous) == STATUS_OK) {
+    if (runtime_is_leaving()) return;
+    if (device_enter(stream->device, &previous) == STATUS_OK) {
         (void)memory_note_use(memory, stream); /* or the work is waited for */
         device_leave(stream->device, previous);
+    } else {
+        leave_unmarked(memory, stream->device);
     }
     memory_release(memory);
     stream_release(stream);

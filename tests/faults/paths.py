@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
-from capsules import Producer, new_kind
+from capsules import Export, Producer, new_kind
 from faults import build
 from faults.apart import apart
 from faults.fake import load_package
@@ -943,6 +943,22 @@ def dlpack_of_a_large_array_that_is_gone(gpu):
     def run():
         capsule = gpu.gpuops.empty(5 << 20, "u1").__dlpack__()
         return capsule is None
+
+    return Case(run)
+
+
+@path("exchange")
+def dlpack_given_back(gpu):
+    """By a consumer that works on another stream than the array's own."""
+    gpuops, home = gpu.gpuops, gpu.gpuops.Stream()
+
+    def run():
+        for size in (5, 5 << 20):  # for the store of the stream, and too large for it
+            d = gpuops.zeros(size, "u1", stream=home)
+            give_back = Export(d.__dlpack__()).consume()
+            del d
+            give_back()
+        return gpuops.zeros(5, "u1", stream=home).to_host()
 
     return Case(run)
 
