@@ -66,8 +66,10 @@ def test_bfloat16(gpuops):
     bfloat16 = pytest.importorskip("ml_dtypes").bfloat16
     rng = np.random.default_rng(3)
     x, y = (rng.standard_normal(4096).astype(bfloat16) for _ in range(2))
-    expected = (2.0 * x.astype(np.float32) + y.astype(np.float32)).astype(bfloat16)
-    result = gpuops.saxpy(2.0, x, y)
+    # A product of two such numbers has 16 bits, of which a rounding would drop eight.
+    product = float(bfloat16(1.7)) * x.astype(np.float64)
+    expected = (product + y.astype(np.float64)).astype(np.float32).astype(bfloat16)
+    result = gpuops.saxpy(1.7, x, y)
     assert result.dtype == bfloat16
     np.testing.assert_array_equal(result, expected)
 

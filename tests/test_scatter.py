@@ -280,6 +280,20 @@ def test_every_dtype(gpuops, dtype):
         check(gpuops, x, indices, filled_array((), dtype, seed=2), axis)
 
 
+@pytest.mark.parametrize("name", ["bfloat16", "float8_e4m3fn", "float8_e5m2", "int4"])
+def test_ml_dtypes(gpuops, name):
+    dtype = np.dtype(getattr(pytest.importorskip("ml_dtypes"), name))
+    for count in (4, 3000):
+        x = (np.arange(12) % 7).astype(dtype).reshape(6, 2)
+        indices = np.arange(count) % 5
+        values = (np.arange(2 * count) % 6).astype(dtype).reshape(count, 2)
+        expected = assigned(x, indices, values)
+        assert gpuops.scatter(x, indices, values) is None
+        assert x.tobytes() == expected.tobytes()
+        gpuops.scatter(x, [5, 0], values[3, 1])
+        assert x.astype(float)[[0, 5]].tolist() == [[1.0, 1.0], [1.0, 1.0]]
+
+
 @pytest.mark.parametrize("index_dtype", INDEX_DTYPES)
 @pytest.mark.parametrize("mode", MODES)
 def test_every_index_dtype(gpuops, index_dtype, mode):
@@ -382,6 +396,7 @@ def test_many_elements_of_every_width(gpuops, count, size, dtype):
     for mode, kept, places in (
         ("fill", np.abs(2 * indices + 1) < 2 * size, indices),
         ("wrap", np.ones(count, bool), indices % size),
+        ("clip", np.ones(count, bool), np.clip(indices, 0, size - 1)),
     ):
         for given in (values, values[:1]):
             x = (np.arange(size) % 99).astype(dtype)

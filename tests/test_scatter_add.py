@@ -296,6 +296,27 @@ def test_deterministic_sums_are_those_of_numpy(gpuops, count, size, width, dtype
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
+def test_deterministic_sums_along_any_axis(gpuops, device, dtype):
+    if device.fake is not None:
+        device.fake.set_scheduler("shuffled", 1)
+    random = np.random.default_rng(6)
+    for shape, axis, counts in [
+        ((5, 6), 1, (40,)),
+        ((50, 30), -1, (900,)),
+        ((3, 40, 20), 1, (10, 50)),
+        ((30, 20), None, (4000,)),
+    ]:
+        x = rough_numbers(random, (*shape[:-1], 2 * shape[-1]), dtype)[..., ::2]
+        size = x.size if axis is None else shape[axis]
+        indices = random.integers(-size, size, counts)
+        target = np.take(x, indices, axis).shape
+        values = np.asfortranarray(rough_numbers(random, target, dtype))
+        expected = added(x, indices, values, axis)
+        gpuops.scatter_add(x, indices, values, axis=axis, deterministic=True)
+        assert x.tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
 def test_the_cpu_adds_in_order_anyway(gpuops, device, dtype):
     if device.spec != "cpu":
         pytest.skip("atomic additions come in any order")
@@ -412,10 +433,13 @@ def test_order_does_not_depend_on_the_grid(on_gpu, count, size, width, more):
 
 
 @pytest.mark.parametrize("count, size, width", WAYS)
+@pytest.mark.parametrize("name", ["float16", "bfloat16"])
 @pytest.mark.parametrize("seed", range(2))
-def test_order_of_16_bit_sums_does_not_depend_on_the_grid(on_gpu, count, size, width, seed):
+def test_order_of_16_bit_sums_does_not_depend_on_the_grid(on_gpu, count, size, width, name, seed):
     """They are taken in float32, where what is added to a large number loses its last bits."""
-    gpuops = on_gpu.gpuops
+    gpuops, dtype = on_gpu.gpuops, np.float16
+    if name == "bfloat16":
+        dtype = pytest.importorskip("ml_dtypes").bfloat16
     if on_gpu.fake is not None:
         on_gpu.fake.set_scheduler("shuffled", seed)
     random = np.random.default_rng([count, size, width, 3])
@@ -426,11 +450,11 @@ def test_order_of_16_bit_sums_does_not_depend_on_the_grid(on_gpu, count, size, w
         if turns[place] % 3 != 1:
             values[at] = 60_000 * (1 - turns[place] % 3)
         turns[place] += 1
-    x, values = random.random((size, width)).astype("f2"), values.astype("f2")
+    x, values = random.random((size, width)).astype(dtype), values.astype(dtype)
     # None of the sums may end with a large number, which would hide the bits that are lost.
     for place in np.flatnonzero(turns % 3):
         x[place] = -60_000
-    expected = added(x.astype("f4"), indices, values.astype("f4")).astype("f2")
+    expected = added(x.astype("f4"), indices, values.astype("f4")).astype(dtype)
     array = gpuops.to_device(x)
     gpuops.scatter_add(
         array, gpuops.to_device(indices), gpuops.to_device(values), deterministic=True
