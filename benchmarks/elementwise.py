@@ -83,9 +83,9 @@ def device_case(run: Run, operator: Elementwise, count: int, dtype: str, full: i
     contestants = {"gpuops": on_gpu(operator.ours, **clock)}
     if operator.torch:
         contestants |= peers.torch_gpu(operator.name, operator.torch, **clock)
-    # At the larger size, to get arrays of several GB to all libraries would take most of the time.
-    if operator.cupy and full < 512 * MEBI:
+    if operator.cupy:
         contestants |= peers.cupy_gpu(operator.name, operator.cupy, **clock)
+    # To get arrays of several GB to JAX as well would take most of the time.
     if operator.jax and full < 512 * MEBI:
         contestants |= peers.jax_gpu(operator.name, operator.jax, clock="JAX's stream")
     targets = [Target("gpuops", BEST_PEER, ratio=1.0)]
