@@ -173,6 +173,9 @@ int complete_operand(Operand *operand)
     if (fill_view(operand->array, operand->name, &operand->view) < 0) return -1;
     if (operand->descr == NULL)
         operand->descr = (PyArray_Descr *)Py_NewRef((PyObject *)PyArray_DESCR(operand->array));
+    /* Plain bytes, which can be moved alone; only the tensor says what they are. */
+    if (operand->dtype.code == DL_BFLOAT && operand->view.dtype == DTYPE_OPAQUE)
+        operand->view.dtype_name = "bfloat16 without the package ml_dtypes";
     return 0;
 }
 

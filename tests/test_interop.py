@@ -116,6 +116,31 @@ def test_torch_without_ml_dtypes(gpuops, torch):
     )
 
 
+def test_torch_without_ml_dtypes_is_refused_by_arithmetic(gpuops, torch):
+    """The text names the package that is missing: a tensor has no dtype that the caller could mend.
+
+    On the CPU; a GPU computes with what it has.
+    """
+    source = """
+import sys
+sys.modules["ml_dtypes"] = None
+import torch, gpuops
+x = torch.arange(6).to(torch.bfloat16)
+gpuops.scatter(x, [0], x[5:], device="cpu")
+for name, arguments in [
+    ("add", (x, x)), ("saxpy", (2.0, x, x)), ("sigmoid", (x,)), ("matmul", (x, x)),
+    ("correlate", (x, [1, 1])), ("scatter_add", (x, [0], x[:1])),
+]:
+    try:
+        getattr(gpuops, name)(*arguments, device="cpu")
+    except TypeError as error:
+        print("bfloat16 without the package ml_dtypes" in str(error), end=" ")
+print(x.tolist())
+"""
+    printed = run_child(gpuops, source)
+    assert printed == 6 * "True " + "[5.0, 1.0, 2.0, 3.0, 4.0, 5.0]\n"
+
+
 TORCH_VIEWS = {
     "transposed": lambda x: x.T,
     "every second": lambda x: x[::2],
