@@ -311,6 +311,22 @@ def test_weights_of_rank_one(gpuops, size, dtype):
         )
 
 
+def test_weights_of_rank_one_are_two_passes(gpuops):
+    """Which round to other bits than the sum over all weights."""
+    weights = random_weights((15, 1)) * random_weights((1, 15), 5)
+    others = weights.copy()
+    others[0, 0] *= 2
+    image = random_image((70, 130), "f4")
+    image[:40, :60] = 0  # all that the weight which differs meets, in the part that is compared
+    part = np.s_[30:47, 10:67]
+    result = gpuops.correlate(image, weights, mode="constant")[part]
+    in_one = gpuops.correlate(image, others, mode="constant")[part]
+    assert np.allclose(result, in_one, rtol=1e-4, atol=1e-4)
+    assert (result != in_one).mean() > 0.1
+    others[0, 0] = 0
+    same(gpuops.correlate(image, others, mode="constant")[part], in_one)
+
+
 def test_almost_rank_one_is_not(gpuops):
     weights = np.ones((15, 15))
     weights[3, 4] += 1e-5
