@@ -136,6 +136,11 @@ def test_every_parameter_is_documented(operator, function):
     assert documented == list(parameters_of(operator).parameters)
 
 
+def test_a_bar_that_cannot_be_shown_is_documented(operator, function):
+    raises = inspect.getdoc(function).split("Raises\n------\n")[1].split("\n\n")[0]
+    assert ("\nImportError\n" in raises) == ("progress" in parameters_of(operator).parameters)
+
+
 def test_examples_work(gpuops, operator, function, monkeypatch):
     # The examples say `import gpuops` and mean the build under test.
     monkeypatch.setitem(__import__("sys").modules, "gpuops", gpuops)
