@@ -475,6 +475,42 @@ HOST_DEVICE inline void store_same(T *address, T value)
 #endif
 }
 
+/* Atomic operations; on the host too, where the threads only take turns, so that it shows where
+ * there is none. */
+
+#ifndef __CUDA_ARCH__
+/* Sets a number to what a function makes of it, and returns what it was. */
+template <class T, class Function>
+inline T atomically(T *address, const Function &function)
+{
+    T before, after;
+    __atomic_load(address, &before, __ATOMIC_RELAXED);
+    do after = static_cast<T>(function(before));
+    while (!__atomic_compare_exchange(address, &before, &after, false, __ATOMIC_RELAXED,
+                                      __ATOMIC_RELAXED));
+    return before;
+}
+#endif
+
+template <class T>
+HOST_DEVICE inline void atomic_add(T *address, T value)
+{
+#ifdef __CUDA_ARCH__
+    atomicAdd(address, value);
+#else
+    atomically(address, [&](T before) { return before + value; });
+#endif
+}
+
+HOST_DEVICE inline void atomic_add(uint64_t *address, uint64_t value)
+{
+#ifdef __CUDA_ARCH__
+    atomicAdd(reinterpret_cast<unsigned long long *>(address), value);
+#else
+    atomically(address, [&](uint64_t before) { return before + value; });
+#endif
+}
+
 /* Launches with cudaLaunchKernel: CUDA 13's <<<>>> drops the status of the launch. */
 template <class Body>
 Status launch(const Body &body, Grid grid, void *stream)

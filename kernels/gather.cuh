@@ -121,10 +121,13 @@ struct DeviceGather {
     bool leaves_others; /* rows without a place, to another launch */
 };
 
-/* gather_rows.cu: with x in device memory, or in memory of the host that the device reaches */
+struct Scratch;
+
+/* gather_rows.cu: with x in device memory, or in memory of the host that the device reaches. With
+ * scratch memory on the same stream, rows are read in the order in which they lie there. */
 Status launch_gather_rows(DeviceGather gather, int ndim, DeviceLoop *loops, void *stream);
 Status launch_gather_in_place(const DeviceGather &gather, int ndim, DeviceLoop *loops,
-                              void *stream);
+                              Scratch *scratch, void *stream);
 
 /* gather_cuda.cu: what a launch is told that does not depend on where the table is. A row of the
  * fill may be made for it, for the caller to release. */

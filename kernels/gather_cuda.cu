@@ -395,7 +395,7 @@ static Status gather_tile(Arena *arena, const Gather &gather)
         }
         if (status == STATUS_OK)
             status = gather.is_in_place
-                         ? launch_gather_in_place(device, packed.ndim, loops, arena->stream)
+                         ? launch_gather_in_place(device, packed.ndim, loops, NULL, arena->stream)
                          : launch_gather_rows(device, packed.ndim, loops, arena->stream);
         if (end >= places) break;
     }

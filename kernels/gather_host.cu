@@ -4,13 +4,15 @@
  *     whole, range     the table, or the places that are taken, go up, and are gathered from there
  *     windows          the same part by part, each into one of two buffers, on a stream of its own:
  *                      while one is gathered from, the next is on its way
- *     in place         the kernel reads the page-locked table over the bus
+ *     in place         the kernel reads the page-locked table over the bus; where that is so large
+ *                      that the device does not know all its addresses, in the order of these
  *     on the host      threads gather the rows into page-locked buffers, which go up
  *
  * Whichever it is, an index is checked where it is used, and what was copied is what is used. The
  * call waits for what uses page-locked memory of the caller. */
 #include "gather.cuh"
 #include "pipeline.cuh"
+#include "radix.cuh"
 
 #include <stdlib.h>
 #include <string.h>
@@ -41,12 +43,19 @@ static int64_t bytes_up(const Gather &gather, int64_t room_bytes)
     return bytes <= room_bytes ? bytes : packed_bytes(gather);
 }
 
+static void measure_range(const Gather &gather, GatherCase *found)
+{
+    found->range_bytes = bytes_up(gather, found->room_bytes);
+    found->span_bytes = gather.axis_ndim > 1 ? found->range_bytes : table_span(gather).item_bytes;
+}
+
 void describe_case(Gather *gather, int device, int64_t index_count, int64_t room_bytes,
                    GatherCase *found)
 {
     *found = {};
     found->room_bytes = room_bytes;
-    found->table_bytes = found->range_bytes = bytes_up(*gather, room_bytes);
+    measure_range(*gather, found);
+    found->table_bytes = found->range_bytes;
     found->place_bytes = packed_bytes(*gather) / axis_places(*gather);
     found->rows = gather_rows(*gather);
     found->row_bytes = gather->row_bytes;
@@ -66,7 +75,7 @@ Status choose_way(Gather *gather, int64_t index_count, GatherCase *found, Gather
     if (*copy == NULL) *copy = static_cast<char *>(malloc((size_t)found->index_bytes));
     if (*copy == NULL) return fail_indices(found->index_bytes);
     copy_and_scan(gather, gather->indices, index_count, *copy);
-    found->range_bytes = bytes_up(*gather, found->room_bytes);
+    measure_range(*gather, found);
     *plan = gather_way(found);
     return STATUS_OK;
 }
@@ -235,7 +244,16 @@ static Status gather_in_place(HostTable *table)
     const Gather &gather = table->gather;
     set_table(gather, axis_places(gather), true, &table->device, loops, &ndim);
     table->device.x = table_box(gather).base + gather.to_device; /* of the first place */
-    return launch_gather_in_place(table->device, ndim, loops, table->call->stream->handle);
+    Stream *stream = table->call->stream;
+    Scratch scratch = {};
+    scratch.stream = stream;
+    const bool sorts = gather_sorting_pays(&table->found);
+    Status status =
+        launch_gather_in_place(table->device, ndim, loops, sorts ? &scratch : NULL, stream->handle);
+    if (sorts && status == STATUS_MEMORY_ERROR) /* for the order, before anything is written */
+        status = launch_gather_in_place(table->device, ndim, loops, NULL, stream->handle);
+    scratch_give_back(&scratch);
+    return status;
 }
 
 /* The places begin..end, packed or as they lie. */
@@ -351,7 +369,7 @@ static Status gather_by_the_way(HostTable *table, GatherPlan plan)
         GatherCase *found = &table->found;
         if (found->room_bytes > found->range_bytes) found->room_bytes = found->range_bytes;
         found->room_bytes /= 2;
-        found->range_bytes = bytes_up(table->gather, found->room_bytes);
+        measure_range(table->gather, found);
         plan = gather_way(found);
         if (plan.way == GATHER_IN_PLACE) return gather_in_place(table);
         if (plan.way == GATHER_ON_HOST) return gather_on_host(table);

@@ -10,8 +10,10 @@
  * put vectors together from two rows: GatherPieces from a load for each of four pieces,
  * GatherShifted from the words in which their bytes lie.
  *
- * GatherInPlace reads rows over the bus, and goes by how they lie there, not by the output. */
+ * GatherInPlace reads rows over the bus, and goes by how they lie there, not by the output. Of a
+ * large table it may take them part by part, as FindParts and a sort put them. */
 #include "gather.cuh"
+#include "radix.cuh"
 
 #include <string.h>
 
@@ -505,6 +507,40 @@ struct GatherShifted {
     }
 };
 
+/* Which part of the table each row lies in: equal stretches of memory, of a power of two. */
+template <class Loops>
+struct FindParts {
+    static constexpr int MAX_THREADS = THREADS, ITEMS = 4;
+
+    Rows<Loops> rows;
+    uint64_t first; /* of all bytes of the table */
+    int shift;
+    uint32_t unused; /* no gap, as in Divider */
+    uint32_t *parts;
+
+    HOST_DEVICE void operator()(Thread thread) const
+    {
+        const int64_t begin = thread.block * (int64_t)(ITEMS * THREADS) + thread.thread;
+        int64_t row[ITEMS], x[ITEMS], element[ITEMS], index[ITEMS];
+        UNROLL
+        for (int k = 0; k < ITEMS; k++) {
+            row[k] = begin + k * THREADS;
+            if (row[k] >= rows.gather.rows) row[k] = rows.gather.rows - 1;
+            rows.loops.locate(row[k], &x[k], &element[k]);
+        }
+        rows.template load_indices<ITEMS>(element, index);
+        rows.template fold_indices<ITEMS>(index);
+        UNROLL
+        for (int k = 0; k < ITEMS; k++) {
+            if (begin + k * THREADS >= rows.gather.rows) continue;
+            const char *source;
+            (void)rows.find_source(index[k], x[k], &source);
+            parts[row[k]] =
+                static_cast<uint32_t>((reinterpret_cast<uintptr_t>(source) - first) >> shift);
+        }
+    }
+};
+
 /* Rows of page-locked memory of the host. What comes over the bus is asked for in whole lines of
  * 128 bytes, each by one instruction: a few lanes of a warp share a row, begin with the line that
  * it begins in, and load aligned words. They write the bytes of these as wide as the output's
@@ -520,6 +556,7 @@ struct GatherInPlace {
     int64_t segments;              /* of all rows */
     int64_t segment_bytes;         /* from the begin of a line */
     uint64_t first_word, end_word; /* between which x has every byte of a word */
+    const uint32_t *order;         /* of the rows; NULL: as they come */
     uint32_t lanes;                /* that share a segment: a power of two */
     uint32_t unused;               /* no gap, as in Divider */
 
@@ -540,6 +577,7 @@ struct GatherInPlace {
             const int64_t number = first + k < segments ? first + k : segments - 1;
             row[k] = static_cast<int64_t>(rows.units_wide.divide(number));
             segment[k] = number - row[k] * static_cast<int64_t>(rows.units_wide.divisor);
+            if (order != NULL) row[k] = order[row[k]];
             rows.loops.locate(row[k], &x[k], &element[k]);
         }
         rows.template load_indices<ROWS>(element, index);
@@ -775,12 +813,34 @@ static Status launch_gather(const DeviceGather &gather, int ndim, const DeviceLo
     }
 }
 
+/* Puts the rows in the order of the parts of the table. */
+template <class Loops>
+static Status sort_rows(const Rows<Loops> &rows, uint64_t first, uint64_t end, Scratch *scratch,
+                        const uint32_t **order)
+{
+    Sorting<uint32_t, uint32_t, uint32_t> sorting;
+    Status status = sorting.open(rows.gather.rows, scratch);
+    if (status != STATUS_OK) return status;
+    FindParts<Loops> body = {};
+    body.rows = rows;
+    body.first = first;
+    while ((end - 1 - first) >> body.shift >= MOST_DIGITS) body.shift++;
+    body.parts = sorting.keys;
+    status =
+        launch(body, grid_for(rows.gather.rows, body.ITEMS * THREADS), scratch->stream->handle);
+    if (status == STATUS_OK)
+        status =
+            sorting.sort(rows.gather.rows, MOST_DIGIT_BITS, Carried<uint32_t>{}, scratch->stream);
+    *order = sorting.payload;
+    return status;
+}
+
 template <class Loops>
 static Status launch_in_place(const DeviceGather &gather, int ndim, const DeviceLoop *loops,
-                              void *stream)
+                              Scratch *scratch, void *stream)
 {
-    /* One wave: enough rows in flight for any bus. */
-    constexpr int64_t MOST_BLOCKS = 1024;
+    /* One wave: enough rows in flight for any bus. Sorted, few, so that they lie near together. */
+    constexpr int64_t MOST_BLOCKS = 1024, MOST_SORTED_BLOCKS = 128;
     GatherInPlace<Loops> body = {};
     const int64_t bytes = gather.row_bytes;
     /* A row begins anywhere in its first line. */
@@ -795,10 +855,14 @@ static Status launch_in_place(const DeviceGather &gather, int ndim, const Device
     find_reach(gather, ndim, loops, &first, &end);
     body.first_word = (first + body.WORD - 1) / body.WORD * body.WORD;
     body.end_word = end / body.WORD * body.WORD;
-    const Grid grid = grid_for(body.segments, THREADS / body.lanes * body.ROWS);
-    return launch(body,
-                  Grid{grid.blocks < MOST_BLOCKS ? grid.blocks : (unsigned)MOST_BLOCKS, THREADS},
-                  stream);
+    int64_t most = MOST_BLOCKS;
+    if (scratch != NULL && gather.rows <= UINT32_MAX) {
+        const Status status = sort_rows(body.rows, first, end, scratch, &body.order);
+        if (status != STATUS_OK) return status;
+        most = MOST_SORTED_BLOCKS;
+    }
+    const int64_t blocks = grid_for(body.segments, THREADS / body.lanes * body.ROWS).blocks;
+    return launch(body, Grid{(unsigned)(blocks < most ? blocks : most), THREADS}, stream);
 }
 
 static bool is_one_loop(const DeviceGather &gather, int ndim, const DeviceLoop *loops)
@@ -809,14 +873,15 @@ static bool is_one_loop(const DeviceGather &gather, int ndim, const DeviceLoop *
            gather.row_bytes <= LONG_ROW_UNITS;
 }
 
-Status launch_gather_in_place(const DeviceGather &gather, int ndim, DeviceLoop *loops, void *stream)
+Status launch_gather_in_place(const DeviceGather &gather, int ndim, DeviceLoop *loops,
+                              Scratch *scratch, void *stream)
 {
     /* A row that is one word is one request whoever makes it. */
     if (gather.row_bytes <= (int64_t)sizeof(uint4))
         return launch_gather_rows(gather, ndim, loops, stream);
     return is_one_loop(gather, ndim, loops)
-               ? launch_in_place<OneLoop>(gather, ndim, loops, stream)
-               : launch_in_place<ManyLoops>(gather, ndim, loops, stream);
+               ? launch_in_place<OneLoop>(gather, ndim, loops, scratch, stream)
+               : launch_in_place<ManyLoops>(gather, ndim, loops, scratch, stream);
 }
 
 Status launch_gather_rows(DeviceGather gather, int ndim, DeviceLoop *loops, void *stream)
@@ -830,9 +895,9 @@ Status launch_gather_rows(DeviceGather gather, int ndim, DeviceLoop *loops, void
         for (int i = 0; i < ndim; i++) loops[i].x = 0;
     }
     if (is_one_loop(gather, ndim, loops))
-        return is_empty ? launch_in_place<OneLoop>(gather, ndim, loops, stream)
+        return is_empty ? launch_in_place<OneLoop>(gather, ndim, loops, NULL, stream)
                         : launch_gather<OneLoop>(gather, ndim, loops, stream);
-    return is_empty ? launch_in_place<ManyLoops>(gather, ndim, loops, stream)
+    return is_empty ? launch_in_place<ManyLoops>(gather, ndim, loops, NULL, stream)
                     : launch_gather<ManyLoops>(gather, ndim, loops, stream);
 }
 

@@ -17,6 +17,12 @@
 
 /* What the device can ask for over the bus, whatever the rows' length. */
 #define ROWS_IN_PLACE_PER_SECOND 115e6
+/* It knows the addresses of so much of the host's memory, and looks up others at this rate. */
+#define KNOWN_BYTES 1e9
+#define LOOKED_UP_PER_SECOND 33e6
+/* To sort rows by where they lie. */
+#define SECONDS_TO_SORT 30e-6
+#define ROWS_SORTED_PER_SECOND 5e9
 /* To wait for the device, and fetch indices from it. */
 #define SECONDS_TO_FETCH 20e-6
 /* What a window costs beside its bytes, and the rows that a kernel sees not to be in it. */
@@ -67,9 +73,33 @@ static double seconds_of_rows(const GatherCase *given)
     return (double)given->rows * (double)given->row_bytes * given->rates.byte_up;
 }
 
-static double seconds_in_place(const GatherCase *given)
+static double seconds_sorted(const GatherCase *given)
 {
     return longer(seconds_of_rows(given), (double)given->rows / ROWS_IN_PLACE_PER_SECOND);
+}
+
+/* As they come, from anywhere in the table. */
+static double seconds_unsorted(const GatherCase *given)
+{
+    const double unknown = 1 - KNOWN_BYTES / longer((double)given->span_bytes, KNOWN_BYTES);
+    return longer(seconds_sorted(given), (double)given->rows * unknown / LOOKED_UP_PER_SECOND);
+}
+
+static double seconds_to_sort(const GatherCase *given)
+{
+    return SECONDS_TO_SORT + (double)given->rows / ROWS_SORTED_PER_SECOND;
+}
+
+bool gather_sorting_pays(const GatherCase *given)
+{
+    return given->result_on_device &&
+           seconds_to_sort(given) + seconds_sorted(given) < seconds_unsorted(given);
+}
+
+static double seconds_in_place(const GatherCase *given)
+{
+    return gather_sorting_pays(given) ? seconds_to_sort(given) + seconds_sorted(given)
+                                      : seconds_unsorted(given);
 }
 
 static double seconds_on_host(const GatherCase *given)

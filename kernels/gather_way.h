@@ -28,6 +28,7 @@ typedef struct GatherRates {
 typedef struct GatherCase {
     int64_t table_bytes;
     int64_t range_bytes;     /* from the first place that is taken to the last, or of the table */
+    int64_t span_bytes;      /* of the same as it lies, with what is between */
     int64_t place_bytes;     /* of one place of the axis, the least that goes up at a time */
     int64_t rows, row_bytes; /* that are taken, each in one piece */
     int64_t index_bytes;
@@ -58,6 +59,9 @@ void gather_guess_rates(int threads, GatherRates *rates);
 
 /* What is known of a device and the host, or guessed (route.c), for a table of so many bytes. */
 void route_gather_rates(int device, double table_bytes, GatherRates *rates);
+
+/* Whether rows in place are read sooner if they are sorted by where they lie. */
+bool gather_sorting_pays(const GatherCase *given);
 
 /* Whether to look at all indices for the range of places that they mean takes little time beside
  * sending the table up. */

@@ -245,7 +245,7 @@ static double seconds_of_table(const Call *call, const Weight *weight, const dou
     GatherCase given = {.rows = (int64_t)fmin(call->operations, 9e18),
                         .row_bytes = (int64_t)weight->row_bytes,
                         .is_reachable = true};
-    given.table_bytes = given.range_bytes = (int64_t)fmin(weight->table, 9e18);
+    given.table_bytes = given.range_bytes = given.span_bytes = (int64_t)fmin(weight->table, 9e18);
     set_gather_rates(rates, weight->table, &given.rates);
     return gather_seconds(&given, way == WAY_ZERO_COPY ? GATHER_IN_PLACE : GATHER_WHOLE);
 }

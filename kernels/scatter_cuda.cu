@@ -47,19 +47,6 @@ int64_t scatter_alignment(const DeviceScatter &scatter)
     return static_cast<int64_t>(bits & -bits);
 }
 
-Status scratch_take(Scratch *scratch, int64_t bytes, void **data)
-{
-    Status status = memory_allocate(scratch->stream, bytes, &scratch->memory[scratch->count]);
-    if (status != STATUS_OK) return status;
-    *data = memory_data(scratch->memory[scratch->count++]);
-    return STATUS_OK;
-}
-
-void scratch_give_back(Scratch *scratch)
-{
-    while (scratch->count > 0) memory_release(scratch->memory[--scratch->count]);
-}
-
 Status take_rejected(DeviceScatter *scatter, Scratch *scratch)
 {
     if (scatter->mode != MODE_RAISE || scatter->rejected != NULL) return STATUS_OK;

@@ -3,6 +3,7 @@
 #define GPUOPS_SCATTER_DEVICE_CUH
 
 #include "arithmetic.cuh"
+#include "radix.cuh"
 #include "scatter.cuh"
 
 #ifdef __CUDACC__
@@ -180,42 +181,6 @@ struct DeviceScatter {
     }
 };
 
-/* Atomic operations; on the host too, where the threads only take turns, so that it shows where
- * there is none. */
-
-#ifndef __CUDA_ARCH__
-/* Sets a number to what a function makes of it, and returns what it was. */
-template <class T, class Function>
-inline T atomically(T *address, const Function &function)
-{
-    T before, after;
-    __atomic_load(address, &before, __ATOMIC_RELAXED);
-    do after = static_cast<T>(function(before));
-    while (!__atomic_compare_exchange(address, &before, &after, false, __ATOMIC_RELAXED,
-                                      __ATOMIC_RELAXED));
-    return before;
-}
-#endif
-
-template <class T>
-HOST_DEVICE inline void atomic_add(T *address, T value)
-{
-#ifdef __CUDA_ARCH__
-    atomicAdd(address, value);
-#else
-    atomically(address, [&](T before) { return before + value; });
-#endif
-}
-
-HOST_DEVICE inline void atomic_add(uint64_t *address, uint64_t value)
-{
-#ifdef __CUDA_ARCH__
-    atomicAdd(reinterpret_cast<unsigned long long *>(address), value);
-#else
-    atomically(address, [&](uint64_t before) { return before + value; });
-#endif
-}
-
 HOST_DEVICE inline void atomic_max(uint32_t *address, uint32_t value)
 {
 #ifdef __CUDA_ARCH__
@@ -368,33 +333,6 @@ struct Sums {
     }
 };
 
-/* The sum of what the threads of a block up to this one have. The shared sums are as many as there
- * are threads; all have to meet before they are used again. */
-template <class Count>
-HOST_DEVICE inline Count sum_up_to(Thread thread, Count *sums, Count mine)
-{
-#ifdef __CUDA_ARCH__
-    constexpr unsigned LANES = 32;
-    const unsigned warp = thread.thread / LANES, lane = thread.thread % LANES;
-    Count sum = mine;
-    UNROLL
-    for (unsigned step = 1; step < LANES; step *= 2) {
-        const Count before = __shfl_up_sync(~0u, sum, step);
-        if (lane >= step) sum += before;
-    }
-    if (lane == LANES - 1) sums[warp] = sum;
-    thread.sync();
-    for (unsigned i = 0; i < warp; i++) sum += sums[i];
-    return sum;
-#else
-    sums[thread.thread] = mine;
-    thread.sync();
-    Count sum = 0;
-    for (unsigned i = 0; i <= thread.thread; i++) sum += sums[i];
-    return sum;
-#endif
-}
-
 constexpr int SCATTER_THREADS = 256;
 
 /* Cuts rows into units of some bytes, for a kernel with blocks of so many units. */
@@ -402,16 +340,6 @@ void set_units(DeviceScatter *scatter, int64_t unit_bytes);
 Grid scatter_grid(int64_t units, int64_t units_per_block);
 /* The widest power of two, up to 16, that divides all addresses and lengths of rows. */
 int64_t scatter_alignment(const DeviceScatter &scatter);
-
-/* Temporaries of a call, given back together. */
-struct Scratch {
-    Stream *stream;
-    Memory *memory[8];
-    int count;
-};
-
-Status scratch_take(Scratch *scratch, int64_t bytes, void **data);
-void scratch_give_back(Scratch *scratch);
 
 /* Gives the call a word that says whether it is rejected, if it has none and a bad index can be. */
 Status take_rejected(DeviceScatter *scatter, Scratch *scratch);

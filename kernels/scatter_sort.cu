@@ -1,9 +1,6 @@
 /* scatter_add, and scatter into large tables, on a GPU by way of sorting.
  *
- * Indices are sorted by place, from the lowest digit to the highest, and those of one place stay in
- * their order. Each pass is three kernels: CountDigits counts the digits in every block's part of
- * the keys, ScanDigits makes of that where each block puts its first key of each digit, MoveDigits
- * puts the keys there. It sorts a tile in shared memory first, so that neighbours go to neighbours.
+ * Indices are sorted by place (radix.cuh), and those of one place stay in their order.
  *
  * add_in_order then lets one thread add up all that goes to an element of x, in the order of the
  * indices: the sum is the same in every run, and that of numpy.add.at. It is also the way for
@@ -16,28 +13,7 @@
 
 #ifdef __CUDACC__
 
-constexpr int THREADS = SCATTER_THREADS, LANES = 32, WARPS = THREADS / LANES;
-constexpr int MOST_DIGIT_BITS = 8, MOST_DIGITS = 1 << MOST_DIGIT_BITS;
-static_assert(MOST_DIGITS == THREADS, "a thread for each digit");
-constexpr int64_t MOST_PARTS = 4096; /* which a pass cuts the keys into */
-
-/* One digit of the keys, and how they are cut: part of a block, made of whole tiles. */
-struct Pass {
-    int64_t count, part;
-    int parts;
-    int shift, bits;
-
-    HOST_DEVICE uint32_t digit_of(uint64_t key) const
-    {
-        return static_cast<uint32_t>(key >> shift) & ((1u << bits) - 1);
-    }
-
-    HOST_DEVICE int64_t begin_of(unsigned block) const { return block * part; }
-    HOST_DEVICE int64_t end_of(unsigned block) const
-    {
-        return count - part < begin_of(block) ? count : begin_of(block) + part;
-    }
-};
+constexpr int THREADS = SCATTER_THREADS;
 
 /* The places that the indices mean; where there is none, the size of the axis. */
 template <class Word>
@@ -71,226 +47,12 @@ struct MakeKeys {
     }
 };
 
-template <class Key, class Word>
-struct CountDigits {
-    static constexpr int MAX_THREADS = THREADS;
-    struct Shared {
-        uint32_t counts[MOST_DIGITS];
-    };
-
-    Pass pass;
-    const Key *keys;
-    Word *counts; /* of each digit, one after the other, in every part */
-
-    HOST_DEVICE void operator()(Thread thread, Shared *shared) const
-    {
-        shared->counts[thread.thread] = 0;
-        thread.sync();
-        const int64_t end = pass.end_of(thread.block);
-        for (int64_t i = pass.begin_of(thread.block) + thread.thread; i < end; i += THREADS)
-            atomic_add(&shared->counts[pass.digit_of(keys[i])], 1u);
-        thread.sync();
-        if (thread.thread < 1u << pass.bits)
-            counts[thread.thread * (int64_t)pass.parts + thread.block] =
-                shared->counts[thread.thread];
-    }
-};
-
-/* Every count becomes the sum of those before it of the same digit: a block for each. */
-template <class Word>
-struct ScanDigits {
-    static constexpr int MAX_THREADS = 1024;
-    struct Shared {
-        Word sums[MAX_THREADS];
-    };
-
-    Word *counts, *totals;
-    int64_t parts;
-
-    HOST_DEVICE void operator()(Thread thread, Shared *shared) const
-    {
-        Word *mine = counts + thread.block * parts;
-        Word before = 0;
-        for (int64_t begin = 0; begin < parts; begin += thread.threads) {
-            const int64_t at = begin + thread.thread;
-            const Word count = at < parts ? mine[at] : 0;
-            const Word sum = sum_up_to(thread, shared->sums, count);
-            if (at < parts) mine[at] = before + (sum - count);
-            thread.sync();
-            if (thread.thread == thread.threads - 1) shared->sums[0] = sum;
-            thread.sync();
-            before += shared->sums[0];
-            thread.sync();
-        }
-        if (thread.thread == 0) totals[thread.block] = before;
-    }
-};
-
 /* The unsigned number as which a number goes along. */
 template <int BYTES>
 struct PayloadOf : BitsOf<BYTES> {};
 template <>
 struct PayloadOf<8> {
     using Type = uint64_t;
-};
-
-/* What goes along with the keys: as it was put by the pass before, or else the number of an index,
- * or its value. */
-template <class Payload>
-struct Carried {
-    const Payload *payload; /* NULL: there was no pass before */
-    const char *values;     /* NULL: numbers */
-    int64_t value_stride;
-
-    HOST_DEVICE Payload at(int64_t i) const
-    {
-        if (payload != NULL) return payload[i];
-        if (values != NULL)
-            return load_once(reinterpret_cast<const Payload *>(values + i * value_stride));
-        return static_cast<Payload>(i);
-    }
-};
-
-template <class Key, class Payload, class Word>
-struct MoveDigits {
-    static constexpr int MAX_THREADS = THREADS, MIN_BLOCKS = 4;
-    static constexpr int BYTES = sizeof(Key) + sizeof(Payload);
-    static constexpr int ITEMS = 128 / (BYTES < 8 ? 8 : BYTES), TILE = ITEMS * THREADS;
-
-    struct Shared {
-        union {
-            struct {
-                Key keys[TILE];
-                Payload payload[TILE];
-            } sorted;
-            struct { /* for the host, which has no warps */
-                uint16_t digits[TILE], ranks[TILE];
-            } host;
-        };
-        uint32_t counts[WARPS][MOST_DIGITS];
-        uint32_t sums[MOST_DIGITS], starts[MOST_DIGITS];
-        Word offsets[MOST_DIGITS]; /* from a place in the tile to one in the output */
-    };
-
-    Pass pass;
-    const Key *keys;
-    Carried<Payload> carried;
-    Key *sorted_keys;
-    Payload *sorted_payload;
-    const Word *counts, *totals;
-
-    HOST_DEVICE void operator()(Thread thread, Shared *shared) const
-    {
-        const unsigned warp = thread.thread / LANES, lane = thread.thread % LANES;
-        const unsigned digits = 1u << pass.bits;
-        /* Where the next key goes whose digit is the number of this thread. */
-        const Word all = thread.thread < digits ? totals[thread.thread] : Word(0);
-        Word next = sum_up_to(thread, shared->offsets, all) - all;
-        if (thread.thread < digits)
-            next += counts[thread.thread * (int64_t)pass.parts + thread.block];
-        const int64_t end = pass.end_of(thread.block);
-        for (int64_t begin = pass.begin_of(thread.block); begin < end; begin += TILE) {
-            const int count = end - begin < TILE ? static_cast<int>(end - begin) : TILE;
-            for (int i = 0; i < WARPS; i++) shared->counts[i][thread.thread] = 0;
-            thread.sync();
-
-            Key key[ITEMS];
-            Payload payload[ITEMS];
-            uint32_t rank[ITEMS];
-            const int first = static_cast<int>(warp * LANES * ITEMS + lane);
-            UNROLL
-            for (int k = 0; k < ITEMS; k++) {
-                if (first + k * LANES >= count) continue;
-                key[k] = keys[begin + first + k * LANES];
-                payload[k] = carried.at(begin + first + k * LANES);
-            }
-            rank_in_warp(thread, shared, key, first, count, rank);
-            thread.sync();
-
-            /* Thread by thread, the digits: how many there are in the warps before, in all, and of
-             * all lower ones. */
-            uint32_t total = 0;
-            for (int i = 0; i < WARPS; i++) {
-                const uint32_t here = shared->counts[i][thread.thread];
-                shared->counts[i][thread.thread] = total;
-                total += here;
-            }
-            const uint32_t start = sum_up_to(thread, shared->sums, total) - total;
-            shared->starts[thread.thread] = start;
-            shared->offsets[thread.thread] = next - start;
-            next += total;
-            thread.sync();
-
-            UNROLL
-            for (int k = 0; k < ITEMS; k++) {
-                if (first + k * LANES >= count) continue;
-                const uint32_t digit = pass.digit_of(key[k]);
-                const uint32_t at = shared->starts[digit] + shared->counts[warp][digit] + rank[k];
-                shared->sorted.keys[at] = key[k];
-                shared->sorted.payload[at] = payload[k];
-            }
-            thread.sync();
-            for (int i = thread.thread; i < count; i += THREADS) {
-                const Key moved = shared->sorted.keys[i];
-                const Word at = shared->offsets[pass.digit_of(moved)] + static_cast<Word>(i);
-                sorted_keys[at] = moved;
-                sorted_payload[at] = shared->sorted.payload[i];
-            }
-            thread.sync();
-        }
-    }
-
-#ifdef __CUDA_ARCH__
-    /* The lanes with the same digit. __match_any_sync takes longer. */
-    __device__ uint32_t same_in_warp(uint32_t digit, bool is_there) const
-    {
-        uint32_t same = __ballot_sync(~0u, is_there);
-        UNROLL
-        for (int bit = 0; bit < MOST_DIGIT_BITS; bit++) {
-            const bool is_set = digit >> bit & 1;
-            const uint32_t set = __ballot_sync(~0u, is_set);
-            same &= is_set ? set : ~set;
-        }
-        return same;
-    }
-#endif
-
-    /* How many keys of the same digit come before each in its warp's part of the tile, and the
-     * counts of those parts. */
-    HOST_DEVICE void rank_in_warp(Thread thread, Shared *shared, const Key *key, int first,
-                                  int count, uint32_t *rank) const
-    {
-        const unsigned warp = thread.thread / LANES;
-#ifdef __CUDA_ARCH__
-        uint32_t *counts_here = shared->counts[warp];
-        const uint32_t lower = (1u << thread.thread % LANES) - 1;
-        UNROLL
-        for (int k = 0; k < ITEMS; k++) {
-            const bool is_there = first + k * LANES < count;
-            const uint32_t digit = is_there ? pass.digit_of(key[k]) : 0;
-            const uint32_t same = same_in_warp(digit, is_there);
-            const uint32_t before = is_there ? counts_here[digit] : 0;
-            __syncwarp();
-            if (is_there && (same & lower) == 0) counts_here[digit] = before + __popc(same);
-            __syncwarp();
-            rank[k] = before + __popc(same & lower);
-        }
-#else
-        for (int k = 0; k < ITEMS; k++)
-            if (first + k * LANES < count)
-                shared->host.digits[first + k * LANES] =
-                    static_cast<uint16_t>(pass.digit_of(key[k]));
-        thread.sync();
-        const int begin = static_cast<int>(warp) * LANES * ITEMS;
-        for (int i = begin; thread.thread % LANES == 0 && i < begin + LANES * ITEMS && i < count;
-             i++)
-            shared->host.ranks[i] =
-                static_cast<uint16_t>(shared->counts[warp][shared->host.digits[i]]++);
-        thread.sync();
-        for (int k = 0; k < ITEMS; k++)
-            if (first + k * LANES < count) rank[k] = shared->host.ranks[first + k * LANES];
-#endif
-    }
 };
 
 /* A thread for each unit of each row, of which only those do something whose index is the first of
@@ -487,68 +249,6 @@ static Status make_keys(const DeviceScatter &scatter, unsigned *rejected, Word *
     return launch(body, scatter_grid(scatter.index_count, THREADS * body.ITEMS), stream->handle);
 }
 
-template <class Key, class Payload, class Word>
-static Status run_pass(int64_t count, int shift, int bits, const Key *keys,
-                       const Carried<Payload> &carried, Key *sorted_keys, Payload *sorted_payload,
-                       Word *counts, Stream *stream)
-{
-    MoveDigits<Key, Payload, Word> move = {};
-    constexpr int64_t TILE = MoveDigits<Key, Payload, Word>::TILE;
-    const int64_t tiles = (count + TILE - 1) / TILE;
-    const int64_t each = (tiles + MOST_PARTS - 1) / MOST_PARTS;
-    const int parts = static_cast<int>((tiles + each - 1) / each);
-    move.pass = {count, each * TILE, parts, shift, bits};
-    move.keys = keys;
-    move.carried = carried;
-    move.sorted_keys = sorted_keys;
-    move.sorted_payload = sorted_payload;
-    move.counts = counts;
-
-    CountDigits<Key, Word> digits = {};
-    digits.pass = move.pass;
-    digits.keys = keys;
-    digits.counts = counts;
-    ScanDigits<Word> scan = {};
-    scan.counts = counts;
-    scan.totals = counts + MOST_PARTS * MOST_DIGITS;
-    scan.parts = parts;
-    move.totals = scan.totals;
-    const unsigned blocks = static_cast<unsigned>(parts);
-    Status status = launch_with_shared(digits, Grid{blocks, THREADS}, stream->handle);
-    if (status == STATUS_OK)
-        status =
-            launch_with_shared(scan, Grid{1u << bits, (unsigned)scan.MAX_THREADS}, stream->handle);
-    if (status == STATUS_OK)
-        status = launch_with_shared(move, Grid{blocks, THREADS}, stream->handle);
-    return status;
-}
-
-/* Two arrays of keys, two of what goes along with them, and the counts of a pass. */
-template <class Key, class Payload, class Word>
-struct Sorting {
-    Key *keys[2];
-    Payload *payload[2];
-    Word *counts;
-
-    Status open(int64_t count, Scratch *scratch)
-    {
-        void *data[5] = {};
-        const int64_t bytes[5] = {count * (int64_t)sizeof(Key), count * (int64_t)sizeof(Key),
-                                  count * (int64_t)sizeof(Payload),
-                                  count * (int64_t)sizeof(Payload),
-                                  (MOST_PARTS + 1) * MOST_DIGITS * (int64_t)sizeof(Word)};
-        Status status = STATUS_OK;
-        for (int i = 0; i < 5 && status == STATUS_OK; i++)
-            status = scratch_take(scratch, bytes[i], &data[i]);
-        for (int i = 0; i < 2; i++) {
-            keys[i] = static_cast<Key *>(data[i]);
-            payload[i] = static_cast<Payload *>(data[2 + i]);
-        }
-        counts = static_cast<Word *>(data[4]);
-        return status;
-    }
-};
-
 template <class T, int COUNT, class Word>
 static Status launch_runs(DeviceScatter scatter, const Word *keys, const Word *numbers,
                           Stream *stream)
@@ -578,20 +278,11 @@ static Status sort_keys(const DeviceScatter &scatter, unsigned *rejected,
 {
     Sorting<Word, Payload, Word> sorting;
     Status status = sorting.open(scatter.index_count, scratch);
+    if (status == STATUS_OK) status = make_keys(scatter, rejected, sorting.keys, scratch->stream);
     if (status == STATUS_OK)
-        status = make_keys(scatter, rejected, sorting.keys[0], scratch->stream);
-    const int bits = key_bits(scatter);
-    const int passes = bits > 0 ? (bits + MOST_DIGIT_BITS - 1) / MOST_DIGIT_BITS : 1;
-    const int digit_bits = (bits + passes - 1) / passes;
-    for (int i = 0; i < passes && status == STATUS_OK; i++) {
-        Carried<Payload> carried = given;
-        if (i > 0) carried.payload = sorting.payload[i % 2];
-        status = run_pass(scatter.index_count, i * digit_bits, digit_bits, sorting.keys[i % 2],
-                          carried, sorting.keys[1 - i % 2], sorting.payload[1 - i % 2],
-                          sorting.counts, scratch->stream);
-    }
-    *keys = sorting.keys[passes % 2];
-    *payload = sorting.payload[passes % 2];
+        status = sorting.sort(scatter.index_count, key_bits(scatter), given, scratch->stream);
+    *keys = sorting.keys;
+    *payload = sorting.payload;
     return status;
 }
 

@@ -22,7 +22,8 @@ class Rates(ctypes.Structure):
 
 class Case(ctypes.Structure):
     _fields_ = [
-        *((name, ctypes.c_int64) for name in ("table_bytes", "range_bytes", "place_bytes")),
+        *((name, ctypes.c_int64) for name in ("table_bytes", "range_bytes", "span_bytes")),
+        ("place_bytes", ctypes.c_int64),
         *((name, ctypes.c_int64) for name in ("rows", "row_bytes", "index_bytes", "room_bytes")),
         ("rates", Rates),
         *((name, ctypes.c_bool) for name in ("is_reachable", "result_on_device")),
@@ -56,7 +57,8 @@ def library(tmp_path_factory):
     library = ctypes.CDLL(str(built))
     library.gather_way.argtypes = library.gather_scan_pays.argtypes = [ctypes.POINTER(Case)]
     library.gather_way.restype = Plan
-    library.gather_scan_pays.restype = ctypes.c_bool
+    library.gather_sorting_pays.argtypes = library.gather_way.argtypes
+    library.gather_scan_pays.restype = library.gather_sorting_pays.restype = ctypes.c_bool
     library.gather_guess_rates.argtypes = [ctypes.c_int, ctypes.POINTER(Rates)]
     library.gather_seconds.argtypes = [ctypes.POINTER(Case), ctypes.c_int]
     library.gather_seconds.restype = ctypes.c_double
@@ -71,6 +73,7 @@ def case_of(library, **given):
     given = {"place_bytes": 1 << 10, "row_bytes": 1 << 10, "rates": rates} | given
     given = {"table_bytes": given["place_bytes"] << 20, "room_bytes": 1 << 60} | given
     given = {"range_bytes": given["table_bytes"], "rows": 1 << 20} | given
+    given = {"span_bytes": given["range_bytes"]} | given
     return Case(**{"index_bytes": 8 * given["rows"], **given})
 
 
@@ -173,6 +176,30 @@ def test_a_scan_reads_little_beside_what_goes_up(library):
     share = constant("TABLE_BYTES_PER_INDEX_BYTE")
     assert library.gather_scan_pays(case_of(library, index_bytes=GIBI // share))
     assert not library.gather_scan_pays(case_of(library, index_bytes=GIBI // share + 1))
+
+
+def test_sorting_pays_for_many_rows_of_more_than_the_device_knows(library):
+    def pays(**given):
+        given = {"row_bytes": 512, "span_bytes": 4 * GIBI, "result_on_device": True} | given
+        return library.gather_sorting_pays(case_of(library, is_reachable=True, **given))
+
+    assert pays()
+    assert pays(span_bytes=2 * GIBI) and not pays(span_bytes=int(constant("KNOWN_BYTES")))
+    assert pays(row_bytes=64)
+    assert not pays(row_bytes=4096)  # which take longer over the bus than to be looked up
+    assert not pays(result_on_device=False)
+    assert not pays(rows=100)
+
+
+def test_sorted_rows_are_as_fast_as_those_of_a_small_table(library):
+    def seconds(**given):
+        case = case_of(library, row_bytes=512, is_reachable=True, **given)
+        return library.gather_seconds(case, WAYS.index("in place"))
+
+    small = seconds(span_bytes=GIBI // 2)
+    to_sort = constant("SECONDS_TO_SORT") + (1 << 20) / constant("ROWS_SORTED_PER_SECOND")
+    assert seconds(span_bytes=64 * GIBI, result_on_device=True) == pytest.approx(small + to_sort)
+    assert seconds(span_bytes=64 * GIBI) > 2 * small
 
 
 def test_the_rates_of_the_machine_decide(way_of):

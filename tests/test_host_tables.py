@@ -6,6 +6,7 @@ Which way a call took shows in what it took of the device's memory, and in wheth
 import contextlib
 import ctypes
 import functools
+import mmap
 
 import numpy as np
 import pytest
@@ -493,6 +494,100 @@ def test_no_memory_for_what_the_way_needs(fake, unlimited):
         fake.gpuops.gather(x, there)
     fake.gpuops.gather(x, indices, out=out)  # threads gather them
     same(out.to_host(), x[indices])
+
+
+# Sorted by where they lie.
+
+LARGE_BYTES = 8 << 30  # beyond what a GPU knows the addresses of
+SORTING = 5  # kernels: FindParts, the three of a pass, and the one that reads
+
+
+@pytest.fixture(scope="module")
+def large():
+    """Memory that is hardly there: what nobody writes takes none."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+    memory = mmap.mmap(-1, LARGE_BYTES, flags=flags)
+    memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return np.frombuffer(memory, "u1")
+
+
+def written(x, indices, mode="wrap"):
+    """Writes the rows that indices mean, each like no other, and returns the indices."""
+    places = np.clip(indices, 0, len(x) - 1) if mode == "clip" else indices % len(x)
+    x[places] = numbers(places.size * x[0].size).reshape(-1, *x.shape[1:])
+    return indices
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("row_bytes", [17, 128, 500, 512, 5000])
+def test_many_rows_of_a_large_table_are_sorted(fake, large, row_bytes, mode):
+    x = large[: LARGE_BYTES // row_bytes * row_bytes].reshape(-1, row_bytes)
+    indices = written(x, positions(5000, len(x), mode), mode)
+    given = fake.gpuops.to_device(indices)
+    out = fake.gpuops.empty((5000, row_bytes), "u1")
+    with locked_by_somebody_else(fake, large), seen(fake) as found:
+        fake.gpuops.gather(x, given, mode=mode, out=out)
+    assert found["launches"] == (SORTING if row_bytes < 1000 else 1)
+    same(out.to_host(), reference.gather(x, indices, mode=mode))
+
+
+@pytest.mark.parametrize("dtype", INDEX_DTYPES)
+def test_sorting_by_every_type_of_index(fake, large, dtype):
+    """And by places behind one another the other way round."""
+    x = large.reshape(-1, 1 << 16)[::-2, -100:]
+    indices = written(x, positions(6000, min(len(x), np.iinfo(dtype).max), "raise", 1))
+    indices = np.abs(indices) if np.dtype(dtype).kind == "u" else indices
+    out = fake.gpuops.empty((6000, 100), "u1")
+    with locked_by_somebody_else(fake, large), seen(fake) as found:
+        fake.gpuops.gather(x, fake.gpuops.to_device(indices.astype(dtype)), out=out)
+    assert found["launches"] == SORTING
+    same(out.to_host(), x[indices])
+
+
+def test_sorting_along_another_axis(fake, large):
+    x = large.reshape(4, -1, 64)
+    indices = positions(2000, x.shape[1])
+    for some in x:
+        written(some, indices)
+    out = fake.gpuops.empty((4, 2000, 64), "u1")
+    with locked_by_somebody_else(fake, large), seen(fake) as found:
+        fake.gpuops.gather(x, fake.gpuops.to_device(indices), axis=1, out=out)
+    assert found["launches"] == SORTING
+    same(out.to_host(), x[:, indices])
+
+
+def test_a_bad_index_among_sorted_ones(fake, large):
+    """The first of them is raised, and its row is zeros."""
+    x = large.reshape(-1, 512)
+    indices = written(x, positions(6000, len(x)))
+    bad = indices.copy()
+    bad[[40, 5000]] = len(x) + 3, -len(x) - 1
+    out = fake.gpuops.empty((6000, 512), "u1")
+    with locked_by_somebody_else(fake, large):
+        fake.gpuops.gather(x, fake.gpuops.to_device(bad), out=out)
+        with pytest.raises(IndexError, match=f"index {len(x) + 3} is out of bounds for axis 0"):
+            out.to_host()
+    expected = x[indices]
+    expected[[40, 5000]] = 0
+    same(out.to_host(), expected)
+
+
+def test_no_memory_to_sort_in(fake, unlimited, large):
+    """Then the rows are read as they come."""
+    x = large.reshape(-1, 512)
+    indices = written(x, positions(6000, len(x)))
+    given, out = fake.gpuops.to_device(indices), fake.gpuops.empty((6000, 512), "u1")
+    fake.gpuops.empty_cache()
+    used = fake.gpuops.memory_info().used
+    for room in (0, 20_000, 50_000, 75_000, 100_000, 1_000_000):
+        out.fill(0)
+        fake.gpuops.memory_limit(used + room)
+        with locked_by_somebody_else(fake, large), seen(fake) as found:
+            fake.gpuops.gather(x, given, out=out)
+        fake.gpuops.memory_limit(None)
+        assert found["launches"] == 1
+        same(out.to_host(), x[indices])
+        assert fake.gpuops.memory_info().used == used
 
 
 # Errors.
