@@ -101,6 +101,9 @@ void in_spite_of_captures(const Function &function)
 
 /* runtime.cu: makes a device current, and the one before it again. */
 Status device_enter(int device, int *previous);
+/* For what is given back: nobody is told if it fails, and the failure on whose way out it comes
+ * stays the last. */
+bool device_try_enter(int device, int *previous);
 void device_leave(int device, int previous);
 
 /* Why CUDA cannot be called: there is no GPU, this process was forked, or it has lost the GPU. */

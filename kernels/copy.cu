@@ -42,11 +42,11 @@ Status end_reading(const View *view, Stream *stream)
     const bool is_ours = view->memory != NULL && !memory_is_foreign(view->memory);
     Status status = STATUS_OK;
     if (!is_ours) status = make_wait(view->stream, stream);
-    if (view->memory != NULL && !(is_ours && in_same_order(view->stream, stream))) {
-        const Status noted = memory_note_use(view->memory, stream);
-        if (status == STATUS_OK) status = noted;
-    }
-    return status;
+    if (view->memory == NULL || (is_ours && in_same_order(view->stream, stream))) return status;
+    const Failure first = status == STATUS_OK ? Failure() : *last_failure();
+    const Status noted = memory_note_use(view->memory, stream);
+    if (status == STATUS_OK) return noted;
+    return fail_cuda(status, first.cuda_code, first.cuda_name, first.text);
 }
 
 Status end_writing(const View *view, Stream *stream)

@@ -262,8 +262,7 @@ void memory_flush(Stream *stream)
     if (!memory_is_stored(stream)) return;
     Memory *found = empty_store(stream);
     int previous;
-    const bool entered =
-        !runtime_is_leaving() && device_enter(stream->device, &previous) == STATUS_OK;
+    const bool entered = !runtime_is_leaving() && device_try_enter(stream->device, &previous);
     free_list(stream, found, entered);
     if (entered) device_leave(stream->device, previous);
 }
@@ -511,7 +510,7 @@ static bool unmarked_work_is_over(Memory *memory)
     const int device = memory->unmarked_device;
     int previous;
     if (runtime_is_lost()) return true;
-    if (device_is_capturing(device) || device_enter(device, &previous) != STATUS_OK) return false;
+    if (device_is_capturing(device) || !device_try_enter(device, &previous)) return false;
     const cudaError_t code = cudaDeviceSynchronize();
     cuda_ignore(code);
     device_leave(device, previous);
@@ -582,7 +581,7 @@ static void end_own(Memory *memory)
 {
     Stream *stream = memory->stream;
     int previous;
-    const bool entered = device_enter(stream->device, &previous) == STATUS_OK;
+    const bool entered = device_try_enter(stream->device, &previous);
     const bool ready = entered && await_ends(memory);
     if (!ready && !runtime_is_lost()) {
         if (entered) device_leave(stream->device, previous);

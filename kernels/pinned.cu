@@ -38,7 +38,7 @@ static Status register_memory(void *memory, int64_t bytes, unsigned flags)
 static bool unregister_memory(int device, void *memory)
 {
     int previous;
-    if (is_out_of_reach() || device_enter(device, &previous) != STATUS_OK) return false;
+    if (is_out_of_reach() || !device_try_enter(device, &previous)) return false;
     cudaError_t code = cudaSuccess;
     in_spite_of_captures([&] {
         code = cudaHostUnregister(memory);
@@ -170,7 +170,7 @@ static void hold_on_to_spans(const char *low, const char *high, uint64_t last, i
 static bool is_idle(int device)
 {
     int previous;
-    if (device_is_capturing(device) || device_enter(device, &previous) != STATUS_OK) return false;
+    if (device_is_capturing(device) || !device_try_enter(device, &previous)) return false;
     const cudaError_t code = cudaDeviceSynchronize();
     cuda_ignore(code);
     device_leave(device, previous);

@@ -157,16 +157,20 @@ static Status run_in_order(Call *call)
 
     if (runtime_is_forked()) return status;
     /* What was queued before a failure is ordered all the same. */
-    const Failure first = status == STATUS_OK ? Failure() : *last_failure();
-    Status last = end_writing(&out, stream);
+    Failure first = status == STATUS_OK ? Failure() : *last_failure();
+    const auto keep_the_first = [&](Status ended) {
+        if (status != STATUS_OK || ended == STATUS_OK) return;
+        status = ended;
+        first = *last_failure();
+    };
+    keep_the_first(end_writing(&out, stream));
     for (int i = 0; i < ready; i++) {
         if (brought[i].copy != NULL) memory_release(brought[i].copy);
-        const Status ended = brought[i].read ? end_reading(&brought[i].given, stream) : STATUS_OK;
-        if (last == STATUS_OK) last = ended;
+        if (brought[i].read) keep_the_first(end_reading(&brought[i].given, stream));
     }
     if (fresh != NULL) memory_release(fresh);
     view_copy(&call->out, &out);
-    if (status == STATUS_OK) return last;
+    if (status == STATUS_OK) return STATUS_OK;
     return fail_cuda(status, first.cuda_code, first.cuda_name, first.text);
 }
 

@@ -261,17 +261,35 @@ void device_leave(int device, int previous)
     if (previous != device && !cuda.forked) cuda_ignore(cudaSetDevice(previous));
 }
 
+/* The error of `call`, which is the one that failed, if any. */
+static cudaError_t make_current(int device, int *previous, const char **call)
+{
+    *call = "cudaGetDevice";
+    cudaError_t code = cudaGetDevice(previous);
+    if (code != cudaSuccess || *previous == device) return code;
+    *call = "cudaSetDevice";
+    code = cudaSetDevice(device);
+    /* A device that fails to start may be current all the same. */
+    if (code != cudaSuccess) device_leave(device, *previous);
+    return code;
+}
+
 Status device_enter(int device, int *previous)
 {
-    Status status = runtime_check();
+    const Status status = runtime_check();
     if (status != STATUS_OK) return status;
-    CUDA_TRY(cudaGetDevice(previous));
-    if (*previous == device) return STATUS_OK;
-    cudaError_t code = cudaSetDevice(device);
-    if (code == cudaSuccess) return STATUS_OK;
-    status = cuda_status(code, "cudaSetDevice");
-    device_leave(device, *previous); /* a device that fails to start may be current all the same */
-    return status;
+    const char *call;
+    const cudaError_t code = make_current(device, previous, &call);
+    return cuda_status(code, call);
+}
+
+bool device_try_enter(int device, int *previous)
+{
+    if (cuda_is_absent()) return false;
+    const char *call;
+    const cudaError_t code = make_current(device, previous, &call);
+    cuda_ignore(code);
+    return code == cudaSuccess;
 }
 
 Status launch_kernel(const void *kernel, dim3 grid, dim3 block, size_t shared_bytes,

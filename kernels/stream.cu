@@ -167,7 +167,7 @@ Stream *stream_hold(Stream *stream)
 static void destroy_stream(Stream *stream)
 {
     int previous;
-    if (device_enter(stream->device, &previous) == STATUS_OK) {
+    if (device_try_enter(stream->device, &previous)) {
         cuda_ignore(cudaStreamDestroy(stream->handle));
         device_leave(stream->device, previous);
     }
@@ -271,7 +271,7 @@ bool device_is_capturing(int device)
 bool device_is_captured(int device)
 {
     int previous;
-    if (device_enter(device, &previous) != STATUS_OK) return false;
+    if (!device_try_enter(device, &previous)) return false;
     cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
     const cudaError_t code = cudaStreamIsCapturing(cudaStreamLegacy, &capture);
     cuda_ignore(code);
@@ -458,7 +458,7 @@ Status event_create(int device, bool timing, bool blocking_sync, Event **event)
 void event_destroy(Event *event)
 {
     int previous;
-    if (!runtime_is_leaving() && device_enter(event->device, &previous) == STATUS_OK) {
+    if (!runtime_is_leaving() && device_try_enter(event->device, &previous)) {
         cuda_ignore(cudaEventDestroy(event->handle));
         device_leave(event->device, previous);
     }

@@ -271,6 +271,24 @@ def test_a_message_is_of_the_first_error(gpuops, fake):
     assert caught.value.code == UNKNOWN
 
 
+def test_what_is_given_back_after_a_failure_says_nothing(gpuops, fake):
+    """Nor does it where it fails, too."""
+    after = []
+    for number in range(1, 10):
+        x = np.ones((3, 4))
+        gpuops.scatter(x, [0], 1)  # the next one finds the memory of this one
+        with (
+            fake.fail(1, UNKNOWN, function="cudaLaunchKernel") as launch,
+            fake.fail(number, INVALID_VALUE, function="cudaGetDevice") as later,
+            pytest.raises(gpuops.DeviceError) as caught,
+        ):
+            gpuops.scatter(x, [0], 1)
+        assert caught.value.code == (UNKNOWN if launch.reached else INVALID_VALUE)
+        after.append(launch.reached and later.reached)
+    assert any(after)
+    gpuops.synchronize()
+
+
 # Out of memory.
 
 
