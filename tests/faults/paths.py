@@ -101,7 +101,12 @@ def strided(gpu, arrays):
 
 def buffers(gpu, arrays):
     """What is not a NumPy array, where there is such a thing."""
-    return [array.array(a.dtype.char, a) if a.ndim == 1 else memoryview(a) for a in arrays]
+    return [memoryview(a) for a in arrays]
+
+
+def arrays_of_python(gpu, arrays):
+    """Of one dimension, which can grow once nobody looks at their memory any more."""
+    return [array.array(a.dtype.char, a.ravel()) if a.ndim else a for a in arrays]
 
 
 def converted(gpu, arrays):
@@ -193,7 +198,7 @@ def prepare_operator(operator, arrange, arrange_out, options, gpu):
         outputs = operands[:1]
         # NumPy may find no memory to look at what it is not itself.
         view = operands[0]
-        target = np.asarray(view) if isinstance(view, memoryview | array.array) else view
+        target = np.asarray(view) if isinstance(view, memoryview) else view
 
     def run():
         result = function(*operands, **keywords)
@@ -201,6 +206,8 @@ def prepare_operator(operator, arrange, arrange_out, options, gpu):
             # Of a kind of its own, a result is looked at through what it holds.
             return on_host(getattr(result, "data", result) if arrange is exchanged else result)
         assert result is None
+        if isinstance(target, array.array):
+            return target.tolist()
         return np.array(
             on_host(getattr(target, "data", target) if arrange is exchanged else target)
         )
@@ -221,6 +228,7 @@ def add_operator(operator):
     add_case("host arrays without a slab", without_slab, device="cuda")
     add_case("strided host arrays", strided, device="cuda")
     add_case("buffers", buffers, device="cuda")
+    add_case("arrays of Python", arrays_of_python, device="cuda")
     add_case("converted host arrays", converted, device="cuda")
     add_case("device arrays", on_device)
     add_case("device arrays on another stream", on_other_stream, stream=True)
@@ -997,7 +1005,7 @@ def interface_with_a_stream(gpu):
     return Case(run, [x, other])
 
 
-@path("exchange")
+@path("cpu")
 def interface_for_others(gpu):
     x = gpu.gpuops.to_device(np.arange(5.0))
     return Case(lambda: x.__cuda_array_interface__["shape"], [x])
