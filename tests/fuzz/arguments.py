@@ -15,17 +15,17 @@ import os
 import sys
 import traceback
 import warnings
+from pathlib import Path
 
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(0, sys.argv[1])
+import operators
+
 import gpuops
 
-OPERATORS = [
-    gpuops.gather, gpuops.take, gpuops.take_along_axis, gpuops.scatter, gpuops.scatter_add,
-    gpuops.add, gpuops.multiply, gpuops.saxpy, gpuops.sigmoid, gpuops.sigmoid_backward,
-    gpuops.matmul, gpuops.correlate, gpuops.convolve,
-]  # fmt: skip
+OPERATORS = [getattr(gpuops, row.name) for row in operators.OPERATORS]
 SIGNATURES = [inspect.signature(operator) for operator in OPERATORS]
 
 WORDS = [
