@@ -155,6 +155,7 @@ def fake_device(fake_folder):
     # What the first call on a device makes and keeps is not left behind by the test that it is in.
     for ordinal in range(2):
         device.gpuops.gather(device.gpuops.to_device([1], device=ordinal), [0]).to_host()
+    assert device.fake.calls() > 0, f"the package calls another runtime than {device.fake.path}"
     return device
 
 
