@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-CASES = {"cpu": 80_000, "fake": 40_000, "cuda": 20_000}
+CASES = {"cpu": 200_000, "fake": 40_000, "cuda": 20_000}
 
 DTYPES = [
     np.dtype(dtype)
