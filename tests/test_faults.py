@@ -96,6 +96,7 @@ def test_a_new_operator_is_covered():
     for operator in OPERATORS:
         names = {path.name for path in PATHS.values() if path.group == operator.name}
         assert {"the first call", "host arrays", "device arrays", "strided device arrays"} <= names
+        assert f"cpu: {operator.name} of arrays" in PATHS
 
 
 def test_every_code_comes_in_every_mode():

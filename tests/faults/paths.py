@@ -212,16 +212,18 @@ def prepare_operator(operator, arrange, arrange_out, options, gpu):
             on_host(getattr(target, "data", target) if arrange is exchanged else target)
         )
 
-    return Case(run, operands, outputs)
+    return Case(run, operands, outputs, operator.name)
 
 
 def add_operator(operator):
     parameters = parameters_of(operator).parameters
 
-    def add_case(name, arrange, arrange_out=None, is_first=False, **options):
+    def add_case(name, arrange, arrange_out=None, is_first=False, group=operator.name, **options):
         prepare = functools.partial(prepare_operator, operator, arrange, arrange_out, options)
-        add(Path(operator.name, name, prepare, is_first=is_first))
+        add(Path(group, name, prepare, is_first=is_first))
 
+    add_case(f"{operator.name} of arrays", plain, group="cpu", device="cpu")
+    add_case(f"{operator.name} of Python's arrays", arrays_of_python, group="cpu", device="cpu")
     add_case("the first call", plain, is_first=True, device="cuda")
     add_case("host arrays", plain, device="cuda")
     add_case("host arrays on a stream", plain, device="cuda", stream=True)
