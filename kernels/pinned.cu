@@ -6,7 +6,7 @@
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE /* for MAP_ANONYMOUS and madvise */
 #endif
-#include "common.cuh"
+#include "transfer.cuh"
 
 #include <pthread.h>
 #include <stdio.h>
@@ -278,12 +278,51 @@ static Status lock_read_only(const Span *span)
     return refuse_to_lock(first, "x is read-only, and this GPU cannot lock memory that is");
 }
 
+using PointerAttributes = CUresult (*)(unsigned, CUpointer_attribute *, void **, CUdeviceptr);
+
+/* The runtime cannot tell how far memory reaches that was locked by one call: the driver can. NULL
+ * where it does not say. */
+static PointerAttributes find_pointer_attributes(void)
+{
+    static void *known = NULL; /* every thread would find the same */
+    void *function = __atomic_load_n(&known, __ATOMIC_RELAXED);
+    if (function == NULL) {
+        constexpr unsigned SINCE = 7000;
+        cudaDriverEntryPointQueryResult found;
+        const cudaError_t code = cudaGetDriverEntryPointByVersion(
+            "cuPointerGetAttributes", &function, SINCE, cudaEnableDefault, &found);
+        cuda_ignore(code);
+        if (code != cudaSuccess || found != cudaDriverEntryPointSuccess) return NULL;
+        __atomic_store_n(&known, function, __ATOMIC_RELAXED);
+    }
+    return reinterpret_cast<PointerAttributes>(function);
+}
+
+/* How many bytes from there on were locked by the same call; negative where nobody tells. */
+static int64_t locked_bytes_from(const char *there)
+{
+    CUpointer_attribute wanted[] = {CU_POINTER_ATTRIBUTE_RANGE_START_ADDR,
+                                    CU_POINTER_ATTRIBUTE_RANGE_SIZE};
+    char *begin = NULL;
+    size_t size = 0;
+    void *found[] = {&begin, &size};
+    const CUdeviceptr address = reinterpret_cast<CUdeviceptr>(there);
+    const PointerAttributes get = find_pointer_attributes();
+    if (get == NULL) return -1;
+    const cudaError_t code = static_cast<cudaError_t>(get(2, wanted, found, address));
+    cuda_notice(code);
+    if (code != cudaSuccess || begin == NULL || there < begin) return -1;
+    return begin + size - there;
+}
+
 static Status lock_span(Span *span, bool writable)
 {
     bool first = false, last = false;
     Status status = is_known_to_cuda(span->low, &first);
     if (status == STATUS_OK) status = is_known_to_cuda(span->high - 1, &last);
-    if (status != STATUS_OK || (first && last)) return status;
+    /* Both ends may be locked, and what lies between them not. */
+    const int64_t locked = first && last ? locked_bytes_from(span->low) : 0;
+    if (status != STATUS_OK || locked < 0 || locked >= span->high - span->low) return status;
     status = register_memory(span->low, span->high - span->low, cudaHostRegisterDefault);
     if (status == STATUS_DEVICE_ERROR &&
         last_failure()->cuda_code == cudaErrorHostMemoryAlreadyRegistered)
@@ -440,49 +479,20 @@ static bool is_page_locked(const char *address, char **there)
     return attributes.type == cudaMemoryTypeHost && *there != NULL;
 }
 
-using PointerAttributes = CUresult (*)(unsigned, CUpointer_attribute *, void **, CUdeviceptr);
-
-/* The runtime cannot tell how far memory reaches that was locked by one call: the driver can. NULL
- * where it does not say. */
-static PointerAttributes find_pointer_attributes(void)
-{
-    static void *known = NULL; /* every thread would find the same */
-    void *function = __atomic_load_n(&known, __ATOMIC_RELAXED);
-    if (function == NULL) {
-        constexpr unsigned SINCE = 7000;
-        cudaDriverEntryPointQueryResult found;
-        const cudaError_t code = cudaGetDriverEntryPointByVersion(
-            "cuPointerGetAttributes", &function, SINCE, cudaEnableDefault, &found);
-        cuda_ignore(code);
-        if (code != cudaSuccess || found != cudaDriverEntryPointSuccess) return NULL;
-        __atomic_store_n(&known, function, __ATOMIC_RELAXED);
-    }
-    return reinterpret_cast<PointerAttributes>(function);
-}
-
-/* Both ends may be locked, and what lies between them not. */
-static bool is_in_one_piece(const char *there, int64_t bytes)
-{
-    CUpointer_attribute wanted[] = {CU_POINTER_ATTRIBUTE_RANGE_START_ADDR,
-                                    CU_POINTER_ATTRIBUTE_RANGE_SIZE};
-    char *begin = NULL;
-    size_t size = 0;
-    void *found[] = {&begin, &size};
-    const CUdeviceptr address = reinterpret_cast<CUdeviceptr>(there);
-    const PointerAttributes get = find_pointer_attributes();
-    if (get == NULL) return false;
-    const cudaError_t code = static_cast<cudaError_t>(get(2, wanted, found, address));
-    cuda_notice(code);
-    if (code != cudaSuccess || begin == NULL) return false;
-    return there >= begin && there - begin + bytes <= (int64_t)size;
-}
-
 bool pinned_reach(const char *host, int64_t bytes, void **there)
 {
     char *first;
-    if (!is_page_locked(host, &first) || !is_in_one_piece(first, bytes)) return false;
+    if (!is_page_locked(host, &first) || locked_bytes_from(first) < bytes) return false;
     *there = first;
     return pinned_stretch(host, bytes) == bytes;
+}
+
+bool pinned_is_torn(const char *host, int64_t bytes)
+{
+    void *there;
+    return last_failure()->cuda_code == cudaErrorInvalidValue &&
+           (host_memory_is_pinned(host) || host_memory_is_pinned(host + bytes - 1)) &&
+           !pinned_reach(host, bytes, &there);
 }
 
 bool view_is_in_reach(const View *view)

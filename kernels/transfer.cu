@@ -186,15 +186,46 @@ Status clear_on_device(void *device, int byte, int64_t bytes, void *stream)
 }
 
 template <bool UP>
+static Status copy_by_driver(char *host, char *device, int64_t bytes, void *stream)
+{
+    CUDA_TRY(cudaMemcpyAsync(UP ? device : host, UP ? host : device, (size_t)bytes,
+                             UP ? cudaMemcpyHostToDevice : cudaMemcpyDeviceToHost,
+                             static_cast<cudaStream_t>(stream)));
+    return STATUS_OK;
+}
+
+/* For what others have locked in part: the CPU copies it, after what the stream is still to write
+ * there, and needs no memory for that, for by now the caller's output may have been written to. */
+template <bool UP>
+static Status copy_by_turns(char *host, char *device, int64_t bytes, void *stream)
+{
+    char staging[16 << 10];
+    Status status = stream_drain(stream);
+    for (int64_t piece; bytes > 0 && status == STATUS_OK;
+         host += piece, device += piece, bytes -= piece) {
+        piece = bytes < (int64_t)sizeof staging ? bytes : (int64_t)sizeof staging;
+        if (UP) memcpy(staging, host, (size_t)piece);
+        status = copy_by_driver<UP>(staging, device, piece, stream);
+        if (status == STATUS_OK) status = stream_drain(stream);
+        if (!UP && status == STATUS_OK) memcpy(host, staging, (size_t)piece);
+    }
+    return status;
+}
+
+/* The driver refuses what reaches over the end of a lock. Ours are known, and others', which are
+ * rare, are looked for when it has. */
+template <bool UP>
 static Status copy_stretch(char *host, char *device, int64_t bytes, void *stream)
 {
-    for (int64_t piece; bytes > 0; host += piece, device += piece, bytes -= piece) {
+    Status status = STATUS_OK;
+    for (int64_t piece; bytes > 0 && status == STATUS_OK;
+         host += piece, device += piece, bytes -= piece) {
         piece = pinned_stretch(host, bytes);
-        CUDA_TRY(cudaMemcpyAsync(UP ? device : host, UP ? host : device, (size_t)piece,
-                                 UP ? cudaMemcpyHostToDevice : cudaMemcpyDeviceToHost,
-                                 static_cast<cudaStream_t>(stream)));
+        status = copy_by_driver<UP>(host, device, piece, stream);
+        if (status == STATUS_DEVICE_ERROR && pinned_is_torn(host, piece))
+            status = copy_by_turns<UP>(host, device, piece, stream);
     }
-    return STATUS_OK;
+    return status;
 }
 
 /* Rings.

@@ -1,5 +1,7 @@
 """What several test files need: guarded memory, odd layouts, child processes."""
 
+import contextlib
+import ctypes
 import importlib.util
 import os
 import re
@@ -121,6 +123,18 @@ def read_only(array):
     array = array.copy()
     array.flags.writeable = False
     return array
+
+
+@contextlib.contextmanager
+def locked_by_somebody_else(gpu, *parts):
+    runtime = pytest.importorskip("torch").cuda.cudart() if gpu.fake is None else gpu.fake.library
+    word, size = (int, int) if gpu.fake is None else (ctypes.c_void_p, ctypes.c_size_t)
+    with contextlib.ExitStack() as locked:
+        for x in parts:
+            address = word(x.ctypes.data)
+            assert int(runtime.cudaHostRegister(address, size(x.nbytes), 0)) == 0
+            locked.callback(runtime.cudaHostUnregister, address)
+        yield
 
 
 def photograph():

@@ -11,7 +11,15 @@ import mmap
 import numpy as np
 import pytest
 import reference
-from helpers import DTYPES, INDEX_DTYPES, filled_array, run_child, run_threads, same
+from helpers import (
+    DTYPES,
+    INDEX_DTYPES,
+    filled_array,
+    locked_by_somebody_else,
+    run_child,
+    run_threads,
+    same,
+)
 
 MEBI = 1 << 20
 TABLE_BYTES = 3 * MEBI  # a table that is small goes up as a whole
@@ -252,18 +260,6 @@ def test_a_table_that_is_locked_in_part_is_not_read_in_place(fake):
     with fake.gpuops.pin(x[:1000]), fake.gpuops.pin(x[900:]):
         fake.gpuops.gather(x, indices, out=out)
         same(out.to_host(), x[indices])
-
-
-@contextlib.contextmanager
-def locked_by_somebody_else(gpu, *parts):
-    runtime = pytest.importorskip("torch").cuda.cudart() if gpu.fake is None else gpu.fake.library
-    word, size = (int, int) if gpu.fake is None else (ctypes.c_void_p, ctypes.c_size_t)
-    with contextlib.ExitStack() as locked:
-        for x in parts:
-            address = word(x.ctypes.data)
-            assert int(runtime.cudaHostRegister(address, size(x.nbytes), 0)) == 0
-            locked.callback(runtime.cudaHostUnregister, address)
-        yield
 
 
 def test_a_table_that_somebody_else_has_locked_in_part(fake):

@@ -17,7 +17,15 @@ import weakref
 import numpy as np
 import pytest
 from faults.fake import PointerAttributes
-from helpers import DTYPES, filled_array, read_only, run_child, run_threads, same
+from helpers import (
+    DTYPES,
+    filled_array,
+    locked_by_somebody_else,
+    read_only,
+    run_child,
+    run_threads,
+    same,
+)
 from numpy._core.multiarray import get_handler_name
 
 INVALID_VALUE, OUT_OF_MEMORY, NOT_SUPPORTED, UNKNOWN = 1, 2, 801, 999
@@ -375,6 +383,11 @@ def test_what_somebody_else_has_locked(fake):
         assert locked_bytes(fake) == 200
     with fake.gpuops.pin(x[:100]), fake.gpuops.pin(x[300:]):
         assert locked_bytes(fake) == 1000
+    with (
+        locked_by_somebody_else(fake, x[500:600]),
+        pytest.raises(ValueError, match=r"^part of x is page-locked already"),
+    ):
+        fake.gpuops.pin(x[200:550])  # both ends, and not what lies between them
     assert library.cudaHostUnregister(address) == 0
 
 

@@ -7,7 +7,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import constant, numbers, read_only, run_child, run_threads
+from helpers import (
+    constant,
+    locked_by_somebody_else,
+    numbers,
+    read_only,
+    run_child,
+    run_threads,
+    same,
+)
 
 DEVICE_ERROR = 999
 OUT_OF_MEMORY = 2
@@ -215,6 +223,32 @@ def test_page_locked_memory_goes_directly(fake):
     assert up == down == 1
     np.testing.assert_array_equal(memory, expected)
     free()
+
+
+LOCKED = {
+    "the begin": [slice(0, 700)],
+    "the end": [slice(-700, None)],
+    "all but the middle": [slice(0, 300), slice(-300, None)],
+    "two parts that touch": [slice(0, 800), slice(800, None)],
+}
+
+
+@pytest.mark.parametrize("size", [1000, LEAST_RING_BYTES, ABOVE])
+@pytest.mark.parametrize("locked", LOCKED)
+def test_memory_that_somebody_else_has_locked_in_part(gpu, gpuops, locked, size):
+    """The driver refuses copies of it."""
+    x = numbers(size)
+    expected = x.copy()
+    with locked_by_somebody_else(gpu, *(x[part] for part in LOCKED[locked])):
+        d = gpuops.to_device(x)
+        x[...] = 0
+        d.to_host(x)
+        same(x, expected)
+        same(gpuops.add(x, x, out=x, device="cuda"), 2 * expected)
+        same(gpuops.to_device(x[::-1]).to_host(), 2 * expected[::-1])
+    if gpu.fake is not None:
+        lines = gpu.fake.take_misuse().splitlines()
+        assert all("is registered in part or in pieces" in line for line in lines)
 
 
 def rings(fake, before):
