@@ -115,8 +115,6 @@ def cases(run: Run, name: str, operator: Operator) -> Iterator[Case]:
     """One case for each size."""
     largest = min(operator.largest, LARGEST_QUICK) if run.quick else operator.largest
     for power in [0, *range(4, largest + 1, 2)]:
-        if operator.largest == LARGEST_OF_SUMS and power % 2:
-            continue
         if _memory_for(operator, 1 << power) <= _memory_free():
             yield case_of(run, name, operator, 1 << power)
 

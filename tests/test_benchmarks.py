@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers import run_child
 
 PLOT = Path(__file__).resolve().parent.parent / "benchmarks" / "plot.py"
 
@@ -90,3 +91,22 @@ def test_a_run_without_curves(plot, tmp_path):
 def test_how_it_is_called(tmp_path):
     child = subprocess.run([sys.executable, PLOT], capture_output=True, text=True, timeout=60)
     assert child.returncode == 1 and "python -m benchmarks.plot" in child.stderr
+
+
+def test_a_run_draws_its_figure(cpu_device, tmp_path):
+    """As `python -m benchmarks transfer --quick --plot FIGURE` does."""
+    pytest.importorskip("matplotlib")
+    figure = tmp_path / "figure.svg"
+    options = ["transfer", "--quick", "--seconds", "0.01", "--plot", str(figure)]
+    source = f"""
+import sys
+sys.path.append({str(PLOT.parent.parent)!r})
+from benchmarks.__main__ import main
+print("ended with", main({options!r}))
+"""
+    said = run_child(cpu_device.gpuops, source, GPUOPS_CACHE_DIR=str(tmp_path / "cache"))
+    assert said.endswith("ended with 0\n"), said
+    text = figure.read_text()
+    for name in ("sigmoid", "saxpy", "gather", "matmul"):
+        assert f">{name}<" in text
+    assert text.count(">gpuops auto<") == text.count(">NumPy<") == 4

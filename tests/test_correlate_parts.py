@@ -314,4 +314,4 @@ def test_threads_call_at_once(in_any_order):
         stream = gpuops.Stream(device=seed % 2)
         same(gpuops.correlate(image, np.ones((3, 3)), device=seed % 2, stream=stream), expected)
 
-    run_threads([functools.partial(calls, seed) for seed in range(4)])
+    run_threads([functools.partial(calls, seed) for seed in range(8)])

@@ -3,6 +3,7 @@
 import gc
 import itertools
 import tracemalloc
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -47,6 +48,28 @@ def test_which_results_come_from_the_pool(gpuops, size):
     assert result.base is None and result.nbytes == size and (result == 7).all()
     if size >= LEAST:
         assert place(result) % HUGE_PAGE == 0
+
+
+def flags_of(address):
+    """What the kernel was told of the memory there."""
+    found = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name, _, rest = line.partition(" ")
+        if "-" in name:
+            begin, end = (int(bound, 16) for bound in name.split("-"))
+            found = begin <= address < end
+        elif found and name == "VmFlags:":
+            return rest.split()
+    raise LookupError(address)
+
+
+@pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage").is_dir(), reason="this kernel has no huge pages"
+)
+def test_results_are_asked_to_have_huge_pages(gpuops):
+    result = rows(gpuops, LEAST)
+    assert "hg" in flags_of(place(result))
+    assert "hg" in flags_of(place(result) + LEAST - 1)
 
 
 def test_memory_of_a_result_that_is_gone_is_taken_again(gpuops):

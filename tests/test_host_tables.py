@@ -404,6 +404,18 @@ def test_windows_along_another_axis(fake, unlimited):
     same(out.to_host(), flat.take(taken))
 
 
+def test_windows_on_another_device(fake):
+    gpuops = fake.gpuops
+    with gpuops.device("cuda:1"):
+        x, indices, there, out, _ = windows_of(fake, TABLE_BYTES // 16, MEBI)
+        try:
+            gpuops.gather(x, there, out=out)
+            same(gpuops.gather(x, indices, device=1), x[indices])
+        finally:
+            gpuops.memory_limit(None)
+        same(out.to_host(), x[indices])
+
+
 def test_windows_of_a_page_locked_table(fake, unlimited, in_any_order):
     """Which is not read any more when the call returns."""
     x, indices, there, out, _ = windows_of(fake, TABLE_BYTES // 16, MEBI)
@@ -703,7 +715,7 @@ def test_threads_gather_from_one_table(fake):
     gpuops, x = fake.gpuops, table_of(1000)[:3000]
 
     def gather(seed):
-        with gpuops.device("cuda:0"):
+        with gpuops.device(f"cuda:{seed // 4}"):
             for turn in range(4):
                 indices = positions(100, len(x), seed=10 * seed + turn)
                 with gpuops.pin(x) if seed == 0 else contextlib.nullcontext():
@@ -712,7 +724,7 @@ def test_threads_gather_from_one_table(fake):
                     same(out.to_host(), x[indices])
                     same(gpuops.gather(x, indices, device="cuda"), x[indices])
 
-    run_threads([functools.partial(gather, seed) for seed in range(4)])
+    run_threads([functools.partial(gather, seed) for seed in range(8)])
 
 
 def test_without_page_locked_buffers(fake):

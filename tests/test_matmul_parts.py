@@ -242,4 +242,4 @@ def test_threads_call_at_once(in_any_order):
         stream = gpuops.Stream(device=seed % 2)
         same(gpuops.matmul(a, b, device=seed % 2, stream=stream), a @ b)
 
-    run_threads([functools.partial(calls, seed) for seed in range(4)])
+    run_threads([functools.partial(calls, seed) for seed in range(8)])

@@ -590,7 +590,7 @@ def test_threads_call_at_once(fake, scheduler):
         for _ in range(20):
             same(gpuops.add(x, x, device=0), x + x)
 
-    run_threads([functools.partial(calls, seed) for seed in range(5)] + [small])
+    run_threads([functools.partial(calls, seed) for seed in range(7)] + [small])
 
 
 # In processes of their own.

@@ -301,6 +301,10 @@ LONG_CALLS = {
         "image.shape",
         "gpuops.correlate(image, weights, output=out, device='cuda:0')",
     ),
+    "matmul": (
+        "(PARTS, 1)",
+        "gpuops.matmul(image, np.ones((1 << 9, 1)), out=out, device='cuda:0')",
+    ),
 }
 
 
