@@ -193,9 +193,6 @@ int64_t pinned_stretch(const char *host, int64_t bytes);
 /* Whether memory is page-locked from its first byte to its last, so that kernels on the device that
  * is current can read it; and where they find it. */
 bool pinned_reach(const char *host, int64_t bytes, void **there);
-/* Whether this is why the driver has just refused to copy it: somebody else has locked a part of it
- * that has one of its ends, or both ends in more than one piece. */
-bool pinned_is_torn(const char *host, int64_t bytes);
 /* Gives back the page-locked memory of the pool that nobody uses. */
 void pinned_flush(void);
 

@@ -6,7 +6,7 @@
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE /* for MAP_ANONYMOUS and madvise */
 #endif
-#include "transfer.cuh"
+#include "common.cuh"
 
 #include <pthread.h>
 #include <stdio.h>
@@ -485,14 +485,6 @@ bool pinned_reach(const char *host, int64_t bytes, void **there)
     if (!is_page_locked(host, &first) || locked_bytes_from(first) < bytes) return false;
     *there = first;
     return pinned_stretch(host, bytes) == bytes;
-}
-
-bool pinned_is_torn(const char *host, int64_t bytes)
-{
-    void *there;
-    return last_failure()->cuda_code == cudaErrorInvalidValue &&
-           (host_memory_is_pinned(host) || host_memory_is_pinned(host + bytes - 1)) &&
-           !pinned_reach(host, bytes, &there);
 }
 
 bool view_is_in_reach(const View *view)

@@ -212,8 +212,8 @@ static Status copy_by_turns(char *host, char *device, int64_t bytes, void *strea
     return status;
 }
 
-/* The driver refuses what reaches over the end of a lock. Ours are known, and others', which are
- * rare, are looked for when it has. */
+/* The driver refuses what reaches over the end of a lock. Where ours end is known, and where those
+ * of others do, nobody can tell. */
 template <bool UP>
 static Status copy_stretch(char *host, char *device, int64_t bytes, void *stream)
 {
@@ -222,7 +222,7 @@ static Status copy_stretch(char *host, char *device, int64_t bytes, void *stream
          host += piece, device += piece, bytes -= piece) {
         piece = pinned_stretch(host, bytes);
         status = copy_by_driver<UP>(host, device, piece, stream);
-        if (status == STATUS_DEVICE_ERROR && pinned_is_torn(host, piece))
+        if (status == STATUS_DEVICE_ERROR && last_failure()->cuda_code == cudaErrorInvalidValue)
             status = copy_by_turns<UP>(host, device, piece, stream);
     }
     return status;

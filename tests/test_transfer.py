@@ -228,6 +228,7 @@ def test_page_locked_memory_goes_directly(fake):
 LOCKED = {
     "the begin": [slice(0, 700)],
     "the end": [slice(-700, None)],
+    "the middle": [slice(300, 600)],
     "all but the middle": [slice(0, 300), slice(-300, None)],
     "two parts that touch": [slice(0, 800), slice(800, None)],
 }

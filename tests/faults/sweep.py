@@ -105,6 +105,7 @@ TOLD_APART = {
     "cudaLibraryGetGlobal": {**NO_CODE, 500: "KeyError"},
     "cudaLibraryGetKernel": {**NO_CODE, 500: "ValueError"},
     "cudaLibraryLoadData": NO_CODE,
+    "cudaMemcpyAsync": {1: None},
 }
 
 FOREIGN = 13  # another library's error, in the slot that CUDA has for the last one of a thread
