@@ -21,7 +21,8 @@ class Whole:
 
     Peers take their library first. `sizes` are those of the curves, and `text` writes one. At the
     size `full`, for which the `targets` are, every way is measured that there is; in a quick run
-    that is `quick`, and nothing is larger.
+    that is `quick`, and nothing is larger. `others` are further ways of NumPy's, beside whole calls
+    and not along the curves.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Whole:
     page_locked: bool = True
     tolerance: float = 0.0
     items: Callable[[int], int | None] = field(default=lambda size: None)
+    others: dict[str, Callable[..., numpy.ndarray]] = field(default_factory=dict)
 
 
 def ways(operator: Whole) -> dict[str, Contestant]:
@@ -55,6 +57,12 @@ def ways(operator: Whole) -> dict[str, Contestant]:
     return contestants
 
 
+def all_ways(operator: Whole) -> dict[str, Contestant]:
+    """Those, and the other ways of NumPy's."""
+    others = {name: Contestant(call) for name, call in operator.others.items()}
+    return ways(operator) | others
+
+
 def full_cases(run: Run, operator: Whole) -> Iterator[Case]:
     """The large case: with fresh results, also where no memory is kept for them, and with out=.
 
@@ -64,7 +72,7 @@ def full_cases(run: Run, operator: Whole) -> Iterator[Case]:
     arrays = operator.draw(run, size)
     result = operator.numpy(*arrays)
     moved = sum(array.nbytes for array in arrays) + result.nbytes
-    contestants = ways(operator)
+    contestants = all_ways(operator)
     if gpuops.is_available():
         cold = functools.partial(operator.ours, device="cuda")
         contestants["gpuops cuda, first call"] = Contestant(cold, before=forget)
@@ -105,6 +113,11 @@ def into(operator: Whole, like: numpy.ndarray) -> dict[str, Contestant]:
 
         contestants["torch GPU and back"] = Contestant(
             call, convert=torch.from_numpy, to_numpy=lambda tensor: tensor.numpy()
+        )
+    if (cupy := peers.cupy_on_gpu()) and operator.cupy:
+        place = numpy.zeros_like(like)
+        contestants["CuPy and back"] = Contestant(
+            lambda *arrays: operator.cupy(cupy, *map(cupy.asarray, arrays)).get(out=place)
         )
     return contestants
 
@@ -226,6 +239,7 @@ WHOLE = (
         ],
         page_locked=False,
         items=lambda size: min(size, MEBI),
+        others={"x[indices]": lambda x, i: x[i]},
     ),
     Whole(
         "matmul",
@@ -250,5 +264,5 @@ def small_case(run: Run) -> Case:
     gather = next(operator for operator in WHOLE if operator.name == "gather")
     targets = [Target("gpuops cuda", seconds=16e-6), Target("gpuops auto", seconds=1e-6)]
     sets = [_picked(run, 1000) for _ in range(4)]
-    return Case("whole gather of 1000 of 1,000 float32", ways(gather), _take, (), sets, 0, 1000,
+    return Case("whole gather of 1000 of 1,000 float32", all_ways(gather), _take, (), sets, 0, 1000,
                 targets if not run.quick else ())  # fmt: skip
