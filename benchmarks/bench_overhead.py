@@ -19,6 +19,8 @@ QUEUED: dict[str, Any] = {"clock": "queued"}
 # hosts differ in how long that is, and calls take so much longer there as well.
 LAUNCH, LAUNCH_SECONDS = "driver: launch of an empty kernel", 3.7e-6
 GATHER_SECONDS, OUT_SECONDS, TORCH_SECONDS, KERNEL_SECONDS = 4.8e-6, 4.2e-6, 6e-6, 4.2e-6
+# What a tensor of torch may take to come in, on any host.
+TENSOR_SECONDS = 1e-6
 
 
 def beside_a_launch(ours: str, seconds: float) -> Target:
@@ -42,6 +44,8 @@ def cases(run: Run) -> Iterator[Case]:
     yield calls(table, indices)
     yield launches(table)
     yield parts(table, indices[0][0])
+    if peers.torch_on_gpu():
+        yield tensors(table, indices[0][0])
 
 
 def calls(table: numpy.ndarray, indices: list) -> Case:
@@ -164,3 +168,29 @@ def parts(table: numpy.ndarray, indices: numpy.ndarray) -> Case:
         calls["torch: fill one element"] = functools.partial(one.fill_, 1)
     contestants = {name: Contestant(call, **QUEUED) for name, call in calls.items()}
     return Case("parts of a call", contestants, reference=None, targets=targets)
+
+
+def tensors(table: numpy.ndarray, indices: numpy.ndarray) -> Case:
+    """Show what tensors of torch take to come in, in calls that do nothing else.
+
+    There are no indices, so that nothing is queued, and `out` is there, so that nothing is made.
+    What is left is to look at the arguments. That takes more for a tensor than for an array of our
+    own, which is all that is done for it: to export it, to see that autograd does not follow it,
+    and to ask for torch's stream.
+    """
+    torch = peers.torch_on_gpu()
+    x, none, out = (gpuops.to_device(array) for array in (table, indices[:0], table[:0]))
+    theirs = [torch.from_numpy(array).cuda() for array in (table, indices[:0], table[:0])]
+    ours, one, three = (f"gpuops.gather of {what}" for what in ("our arrays", "one", "three"))
+    calls = {
+        ours: functools.partial(gpuops.gather, x, none, out=out),
+        one: functools.partial(gpuops.gather, theirs[0], none, out=out),
+        three: functools.partial(gpuops.gather, theirs[0], theirs[1], out=theirs[2]),
+    }
+    contestants = {name: Contestant(call, **QUEUED) for name, call in calls.items()}
+    targets = [
+        Target(one, ours, slower=TENSOR_SECONDS),
+        Target(three, ours, slower=3 * TENSOR_SECONDS),
+    ]
+    name = "tensors of torch in, no work and no result"
+    return Case(name, contestants, reference=None, targets=targets)
