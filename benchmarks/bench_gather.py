@@ -9,7 +9,17 @@ import numpy
 import gpuops
 
 from . import peers
-from .harness import BEST_PEER, Case, Contestant, Run, Target, count_name, on_gpu
+from .harness import (
+    BEST_PEER,
+    Case,
+    Contestant,
+    Run,
+    Target,
+    byte_name,
+    count_name,
+    memory_free,
+    on_gpu,
+)
 
 MEBI = 1 << 20
 
@@ -26,8 +36,9 @@ def measure(run: Run) -> None:
             run.measure(host_table(run, width, table[: 128 * MEBI // scale]))
         for width in LONG_ROWS:  # so many that to begin and to end takes no time to speak of
             run.measure(host_table(run, width, table))
-        for order in ("each once", "each once, sorted"):
-            run.measure(host_table(run, 128, table, order))
+        del table
+        for case in each_once(run, LARGE_TABLE // scale):
+            run.measure(case)
         run.say("\narrays on the GPU: the time of the work there")
         for case in device_cases(run, scale):
             run.measure(case)
@@ -112,13 +123,32 @@ def _gather(**options: Any) -> Contestant:
 # page-locked memory.
 TABLE_ROWS = {16: (None, 12), 64: (None, 35), 128: (None, 50), 256: (40, 50), 1024: (40, 50)}
 LONG_ROWS = (64, 128, 256)
+# A GPU knows the addresses of about 1 GiB of the host's memory; rows from anywhere in a larger
+# table wait for lookups, unless they are taken in the order in which they lie.
+LARGE_TABLE, LARGE_TABLE_ROWS = 1 << 30, (128, 256)
+SORTED_ALREADY, SORTED_RATIO = "each once, sorted", 0.95
+
+
+def each_once(run: Run, size: int) -> Iterator[Case]:
+    """Rows of a large table, none of them twice: in the order of their places, and in any.
+
+    Of such a table gather itself sorts the rows by the part of it that they lie in. So the second
+    shall be about as fast as the first, whose indices are sorted already.
+    """
+    # The table, page-locked copies for two contestants, and all that is smaller.
+    while 4 * 4 * size > memory_free():
+        run.say(f"\na table of {byte_name(4 * size)}, each once, left out: too little host memory")
+        size //= 2
+    table = run.random.random(size, dtype=numpy.float32)
+    for width in LARGE_TABLE_ROWS:
+        for order in (SORTED_ALREADY, "each once"):
+            yield host_table(run, width, table, order)
 
 
 def host_table(run: Run, width: int, table: numpy.ndarray, order: str = "") -> Case:
     """Random rows of a table on the host, an eighth of it, into an array on the GPU.
 
-    "each once": no row is taken twice. What sorting the indices gains beside that is the most that
-    gather could gain by sorting them itself.
+    "each once": no row is taken twice; what has to do with sorting is in each_once().
     """
     table = table.reshape(-1, width)
     count = len(table) // 8
@@ -150,10 +180,18 @@ def host_table(run: Run, width: int, table: numpy.ndarray, order: str = "") -> C
         contestants["numpy.take and CuPy's asarray"] = Contestant(
             _waiting(lambda x, i: cupy.asarray(x.take(i, axis=0))), to_numpy=cupy.asnumpy
         )
-    name = f"host table, {count_name(count)} rows of {width} float32 ({4 * width} bytes)"
+    name = f"gather host table, {count_name(count)} rows of {width} float32 ({4 * width} bytes)"
+    if order:
+        name += f" of {byte_name(table.nbytes)}"
+    if order == "each once":
+        targets += [
+            Target(ours, of_case=(f"{name}, {SORTED_ALREADY}", SORTED_RATIO))
+            for ours in contestants
+            if "page-locked" in ours
+        ]
     name += f", {order}" if order else ""
     moved = count * width * table.itemsize
-    return Case(f"gather {name}", contestants, _take_rows, [table], indices, moved, None, targets)
+    return Case(name, contestants, _take_rows, [table], indices, moved, None, targets)
 
 
 def _into_gpu(count: int, width: int, locks: bool = False, sends: bool = False) -> Contestant:

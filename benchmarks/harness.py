@@ -401,6 +401,17 @@ def _copy_rate(source: numpy.ndarray, target: numpy.ndarray, threads: int) -> fl
     return 2e-9 * len(source) / statistics.median(wall(copy_all) for _ in range(5))
 
 
+def memory_free() -> int:
+    """Return the bytes of the host's memory that a case may take, half of what is free."""
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+
+
+def byte_name(size: int) -> str:
+    """Write a number of bytes: 512 MiB, 4 GiB, 1.3 GiB."""
+    unit, shift = ("GiB", 30) if size >= 1 << 30 else ("MiB", 20)
+    return f"{round(size / (1 << shift), 1):g} {unit}"
+
+
 def machine() -> dict:
     """Say what kind of machine this is, without naming the machine itself."""
     processor = platform.processor() or platform.machine()
