@@ -43,7 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     for name in options.names or names:
         importlib.import_module(f".bench_{name}", __package__).measure(run)
-    run.write()  # what was said after the last case too
+    run.conclude()
     if options.plot:
         plot.draw(run.document(), options.plot)
     return 1 if run.failed else 0

@@ -70,6 +70,11 @@ def events(call: Call) -> float:
     return seconds
 
 
+def told(call: Call) -> float:
+    """Return the seconds that a call says it took, in a process that it has started."""
+    return call()
+
+
 def jax_stream(call: Call) -> float:
     """Time the work that a call queues on JAX's stream, after emptying the L2."""
     return peers.jax_timer().elapsed(call)
@@ -95,7 +100,13 @@ def queued(call: Call) -> float:
     return elapsed / QUEUED_CALLS
 
 
-CLOCKS = {"wall": wall, "events": events, "JAX's stream": jax_stream, "queued": queued}
+CLOCKS = {
+    "wall": wall,
+    "events": events,
+    "JAX's stream": jax_stream,
+    "queued": queued,
+    "told": told,
+}
 
 
 @dataclass
@@ -280,6 +291,14 @@ class Run:
             asked = part * earlier["results"][ours]["rate"]
         text += f", {rate({'rate': asked, 'unit': results[ours]['unit']})} asked for"
         return {"text": text, "value": value, "reached": value >= asked}
+
+    def conclude(self) -> None:
+        """Say how many of the targets were reached, and write what was said after the last case."""
+        targets = [target for record in self.cases for target in record["targets"]]
+        if targets and not self.quick:
+            reached = sum(target["reached"] for target in targets)
+            self.say(f"\n{reached} of {len(targets)} targets reached")
+        self.write()
 
     def document(self) -> dict:
         """Return all that is known of the run, and what it has measured until now."""

@@ -22,9 +22,9 @@ class Contestant:
 
     `clock` is "wall" for a call that is over when it returns, "events" for the time of the work
     that it queues on the GPU's default stream, "JAX's stream" for that of work on the stream that
-    JAX keeps to itself, "queued" for what a call takes that only queues work. `saved_bytes` are
-    those that this way moves less than the others. `before` is called before each call, and takes
-    no part in its time.
+    JAX keeps to itself, "queued" for what a call takes that only queues work, "told" for one that
+    returns its time. `saved_bytes` are those that this way moves less than the others. `before` is
+    called before each call, and takes no part in its time.
     """
 
     call: Callable[..., Any]

@@ -1,4 +1,4 @@
-"""The plot of the benchmarks, from a run that never was."""
+"""The benchmarks: the plot of a run that never was, and what a run says where it cannot measure."""
 
 import importlib.util
 import json
@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from helpers import run_child
 
-PLOT = Path(__file__).resolve().parent.parent / "benchmarks" / "plot.py"
+ROOT = Path(__file__).resolve().parent.parent
+PLOT = ROOT / "benchmarks" / "plot.py"
 
 
 def case(operator, size, **seconds):
@@ -100,7 +101,7 @@ def test_a_run_draws_its_figure(cpu_device, tmp_path):
     options = ["transfer", "--quick", "--seconds", "0.01", "--plot", str(figure)]
     source = f"""
 import sys
-sys.path.append({str(PLOT.parent.parent)!r})
+sys.path.append({str(ROOT)!r})
 from benchmarks.__main__ import main
 print("ended with", main({options!r}))
 """
@@ -110,3 +111,77 @@ print("ended with", main({options!r}))
     for name in ("sigmoid", "saxpy", "gather", "matmul"):
         assert f">{name}<" in text
     assert text.count(">gpuops auto<") == text.count(">NumPy<") == 4
+
+
+def said_by(device, folder, source):
+    """What a child says that has the benchmarks."""
+    prelude = f"""
+import sys
+sys.path.append({str(ROOT)!r})
+from benchmarks.harness import Run
+run = Run(case_seconds=0.01)
+"""
+    return run_child(device.gpuops, prelude + source, GPUOPS_CACHE_DIR=str(folder / "cache"))
+
+
+def test_a_size_without_memory(cpu_device, tmp_path):
+    source = """
+from benchmarks import bench_auto
+bench_auto.memory_free = lambda: 100_000
+run.quick = True
+print([case.name for case in bench_auto.cases(run, "sigmoid", bench_auto.operators()["sigmoid"])])
+"""
+    sizes = [f"auto: sigmoid of {size} float32" for size in ("1", "16", "64", "256", "1 Ki")]
+    assert (
+        said_by(cpu_device, tmp_path, source)
+        == f"""
+auto: sigmoid of 4 Ki float32
+  left out: 0.2 MiB of host memory needed, 0.1 MiB to be had
+
+auto: sigmoid of 16 Ki float32
+  left out: 0.7 MiB of host memory needed, 0.1 MiB to be had
+{sizes}
+"""
+    )
+
+
+CALIBRATION = """
+from benchmarks import bench_calibration
+times = {bench_calibration.UNKNOWN: 0.11, bench_calibration.KNOWN: 0.01}
+bench_calibration.call = lambda cache: (times[cache.name], {"memory": 0.009})
+bench_calibration.measure(run)
+print([target["reached"] for target in run.cases[0]["targets"]])
+run.conclude()
+"""
+
+
+def test_a_slow_calibration(fake_device, tmp_path):
+    said = said_by(fake_device, tmp_path, CALIBRATION)
+    assert "  MISSED: gpuops, nothing is known in 110.00 ms, 100.00 ms allowed\n" in said
+    assert "  reached: gpuops, known from disk in 10.00 ms, 100.00 ms allowed\n" in said
+    assert said.count("    memory           9.00 ms\n") == 2
+    assert said.endswith("[False, True]\n\n1 of 2 targets reached\n")
+
+
+def test_a_slow_calibration_without_a_gpu(cpu_device, tmp_path):
+    assert said_by(cpu_device, tmp_path, CALIBRATION).endswith("ms\n[]\n")
+
+
+PROMISES = """
+from benchmarks import bench_auto
+def record(name, auto, numpy, cpu):
+    seconds = {bench_auto.AUTO: auto, "NumPy": numpy, bench_auto.CPU: cpu}
+    results = {way: {"ratio": time / auto} for way, time in seconds.items()}
+    return {"case": f"auto: {name}", "results": results, "targets": []}
+run.cases = [record("one", 1.2, 1.0, 1.2), record("two", 1.0, 1.0, 0.8), record("three", 1, 2, 1)]
+bench_auto.summarize(run, run.cases)
+print([[target["reached"] for target in record["targets"]] for record in run.cases])
+run.conclude()
+"""
+
+
+def test_what_auto_promises(cpu_device, tmp_path):
+    said = said_by(cpu_device, tmp_path, PROMISES)
+    assert "  NumPy or SciPy: at most 1.20, one; 1.05 promised\n    MISSED: 1.20 one\n" in said
+    assert "  the best way: at most 1.25, two; 1.15 promised\n    MISSED: 1.25 two\n" in said
+    assert said.endswith("[[False, True], [True, False], [True, True]]\n\n4 of 6 targets reached\n")
