@@ -8,7 +8,7 @@ import numpy
 
 import gpuops
 
-from . import peers
+from . import peers, unchecked
 from .harness import (
     BEST_PEER,
     Case,
@@ -228,9 +228,10 @@ ODD_ROWS = {3: 4, 5: 4, 7: 8, 33: 32, 100: 128}
 BYTE_ROWS = {4: None, 3: 4, 16: None, 17: 16}
 
 # The widths at which the price of the bounds check is measured. No mode goes without a check:
-# "wrap" and "clip" compare as well, but have no error to report.
+# "wrap" and "clip" compare as well, but have no error to report. A kernel of unchecked.py does.
 CHECKED = (16, 64, 256)
 OTHER_MODES = ("wrap", "clip")
+CHECK_RATIO = 0.98
 
 
 def device_cases(run: Run, scale: int) -> Iterator[Case]:
@@ -302,7 +303,10 @@ def _device_case(
     for mode in OTHER_MODES if checked else ():
         ours = f"gpuops, mode={mode!r}"
         contestants[ours] = on_gpu(functools.partial(gpuops.gather, mode=mode), **clock)
-        targets = [*targets, Target("gpuops", ours, ratio=0.98)]
+        targets = [*targets, Target("gpuops", ours, ratio=CHECK_RATIO)]
+    if checked and table.dtype == numpy.float32:
+        contestants |= unchecked.gathering(table, indices[0][0])
+        targets = [*targets, Target("gpuops", unchecked.NAME, ratio=CHECK_RATIO)]
     moved = _moved_bytes(table, indices[0][0])
     return Case(f"device {name}", contestants, _take_rows, [table], indices, moved, items, targets)
 

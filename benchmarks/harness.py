@@ -137,9 +137,9 @@ class Target:
     """What a contestant shall reach; exactly one of the figures is given.
 
     `ratio`: at least so many times as fast as `peer`, a contestant of this case (BEST_PEER: the
-    fastest whose name does not begin with "gpuops"). `slower`: at most so many seconds slower than
-    `peer`. `rate`: at least so many GB/s or G/s. `seconds`: at most so long. `of_case`: at least
-    that part of the rate that it had in an earlier case, `(name, part)`.
+    fastest of other libraries, whose names do not begin with "gpuops"). `slower`: at most so many
+    seconds slower than `peer`. `rate`: at least so many GB/s or G/s. `seconds`: at most so long.
+    `of_case`: at least that part of the rate that it had in an earlier case, `(name, part)`.
     """
 
     ours: str
@@ -213,7 +213,7 @@ class Run:
         record = {"case": case.name, "moved_bytes": case.moved_bytes, "results": results}
         if case.curve is not None:
             record["curve"] = list(case.curve)
-        verdicts = [self._verdict(target, samples, results) for target in case.targets]
+        verdicts = [self._verdict(case, target, samples, results) for target in case.targets]
         record["targets"] = [verdict for verdict in verdicts if verdict is not None]
         self.cases.append(record)
         self._print(record)
@@ -256,11 +256,15 @@ class Run:
         for target in record["targets"] if not self.quick else ():
             self.say(f"  {'reached' if target['reached'] else 'MISSED'}: {target['text']}")
 
-    def _verdict(self, target: Target, samples: dict, results: dict) -> dict | None:
+    def _verdict(self, case: Case, target: Target, samples: dict, results: dict) -> dict | None:
         """Compare what was measured with a target; None where somebody did not take part."""
         ours, peer = target.ours, target.peer
         if peer == BEST_PEER:
-            others = [name for name in results if not name.startswith("gpuops")]
+            others = [
+                name
+                for name in results
+                if case.contestants[name].is_peer and not name.startswith("gpuops")
+            ]
             peer = min(others, key=lambda name: results[name]["median_s"], default=BEST_PEER)
         if ours not in samples or not {peer} <= {None, *samples}:
             return None

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from .harness import duration, rate
+from .unchecked import NAME as UNCHECKED
 
 
 def tables(document: dict) -> str:
@@ -21,9 +22,9 @@ def tables(document: dict) -> str:
         names = list(dict.fromkeys(name for case in cases for name in case["results"]))
         if len({next(iter(case["results"])) for case in cases}) == 1:
             names.sort(key=lambda name: not name.startswith("gpuops"))
-        # The other modes have the price of the bounds check for their point, which is a table of
-        # its own.
-        modes = [name for name in names if "mode=" in name]
+        # The other modes, and the kernel without the check, have the price of the bounds check for
+        # their point, which is a table of its own.
+        modes = [name for name in names if "mode=" in name or name == UNCHECKED]
         parts += _table(title, kind, cases, [name for name in names if name not in modes], write)
         checked = [case for case in cases if set(modes) & set(case["results"])]
         parts += _table("The bounds check", kind, checked, [*names[: bool(modes)], *modes], write)

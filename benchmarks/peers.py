@@ -24,7 +24,8 @@ class Contestant:
     that it queues on the GPU's default stream, "JAX's stream" for that of work on the stream that
     JAX keeps to itself, "queued" for what a call takes that only queues work, "told" for one that
     returns its time. `saved_bytes` are those that this way moves less than the others. `before` is
-    called before each call, and takes no part in its time.
+    called before each call, and takes no part in its time. What no library offers is no
+    peer (`is_peer`), however fast.
     """
 
     call: Callable[..., Any]
@@ -33,6 +34,7 @@ class Contestant:
     clock: str = "wall"
     saved_bytes: int = 0
     before: Callable[[], Any] | None = None
+    is_peer: bool = True
 
 
 @functools.cache

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from helpers import run_child
+from rtc import open_nvrtc
 
 ROOT = Path(__file__).resolve().parent.parent
 PLOT = ROOT / "benchmarks" / "plot.py"
@@ -185,3 +186,84 @@ def test_what_auto_promises(cpu_device, tmp_path):
     assert "  NumPy or SciPy: at most 1.20, one; 1.05 promised\n    MISSED: 1.20 one\n" in said
     assert "  the best way: at most 1.25, two; 1.15 promised\n    MISSED: 1.25 two\n" in said
     assert said.endswith("[[False, True], [True, False], [True, True]]\n\n4 of 6 targets reached\n")
+
+
+# What the peer without a check is given, and whether it would write all of the result.
+UNCHECKED = """
+from pathlib import Path
+import gpuops, numpy
+from benchmarks import unchecked
+from faults.fake import Fake, device_array
+from rtc import cubin, own_architecture
+
+fake = Fake(Path(gpuops.__path__[0]).parent / "cudart")
+generator = numpy.random.default_rng(0)
+unchecked.LARGE_TABLE_BYTES, unchecked.FEW_VECTORS = 1 << 16, 20_000
+
+def check(rows, width, count, dtype, items, alone):
+    def twin(launch):
+        x, places, out, vectors = launch.read("p", "p", "p", "i8")
+        blocks = launch.grid[0]
+        assert launch.block == (256, 1, 1)
+        assert (blocks - 1) * 256 * items < vectors <= blocks * 256 * items
+        assert vectors * (4 if width == 1 else 16) == result_bytes
+        wide = device_array(x, rows * width, "f4").reshape(rows, width)
+        result = device_array(out, count * width, "f4").reshape(count, width)
+        result[:] = wide[device_array(places, count, dtype)]
+
+    table = generator.random((rows, width) if width > 1 else rows, dtype=numpy.float32)
+    indices = generator.integers(0, rows, count, dtype)
+    result_bytes = 4 * count * width
+    contestant = unchecked.gathering(table, indices)[unchecked.NAME]
+    name = unchecked.expression(width, indices.dtype, items, alone)
+    _, lowered = cubin(gpuops, unchecked.SOURCE, own_architecture(gpuops), (name,))
+    with fake.twin(lowered[name], twin):
+        given = contestant.convert(table), contestant.convert(indices)
+        result = contestant.to_numpy(contestant.call(*given))
+    assert not contestant.is_peer and numpy.array_equal(result, table[indices])
+
+for dtype in ("int32", "int64"):
+    for width in (4, 16, 64, 256, 2048):
+        check(1000, width, 301, dtype, 2, False)
+    check(10_000, 1, 3001, dtype, 4, False)
+    check(20_000, 1, 3001, dtype, 4, True)
+    check(20_000, 1, 30_001, dtype, 1, False)
+"""
+
+
+def test_the_kernel_without_the_check(fake_device, tmp_path):
+    open_nvrtc(fake_device.gpuops)
+    assert said_by(fake_device, tmp_path, UNCHECKED) == ""
+
+
+PEERS = """
+from benchmarks.harness import BEST_PEER, Case, Contestant, Target
+from benchmarks.markdown import tables
+from benchmarks.unchecked import NAME
+
+def contestant(milliseconds, **options):
+    return Contestant(lambda: 1e-3 * milliseconds, clock="told", **options)
+
+contestants = {
+    "gpuops": contestant(2),
+    "gpuops, mode='wrap'": contestant(2),
+    "slow": contestant(8),
+    "fast": contestant(4),
+    NAME: contestant(1, is_peer=False),
+}
+targets = [Target("gpuops", peer, ratio=0.98) for peer in (BEST_PEER, NAME)]
+run.measure(Case("device rows", contestants, None, moved_bytes=2_000_000, targets=targets))
+print(tables(run.document()))
+"""
+
+
+def test_no_peer_however_fast(cpu_device, tmp_path):
+    said = said_by(cpu_device, tmp_path, PEERS)
+    for line in (
+        "  reached: gpuops 2.00x as fast as fast, 0.98x asked for\n",
+        "  MISSED: gpuops 0.50x as fast as a kernel without the check, 0.98x asked for\n",
+        "|  | gpuops | slow | fast |\n",
+        "|  | gpuops | gpuops, mode='wrap' | a kernel without the check |\n",
+        "| rows | **1.0 GB/s** | 1.0 GB/s (1.00x) | 2.0 GB/s (0.50x) |\n",
+    ):
+        assert line in said, said
