@@ -314,6 +314,72 @@ static int read_fill_argument(const Signature *signature, Call *call, Arguments 
     return 0;
 }
 
+/* What the elements of an operand are, also before its view is filled; NULL where NumPy has no word
+ * for them. */
+static PyArray_Descr *known_descr(const Operand *operand)
+{
+    if (operand->descr != NULL || operand->array == NULL) return operand->descr;
+    return operand->dtype.code == DL_NONE ? PyArray_DESCR(operand->array) : NULL;
+}
+
+static bool is_only_moved(PyArray_Descr *descr)
+{
+    View view;
+    fill_dtype(descr, &view);
+    return view.dtype == DTYPE_OPAQUE;
+}
+
+/* Python's own scalars and empty lists have no dtype that anybody chose. Its times are objects to
+ * NumPy, unless it is told of times. */
+static bool has_chosen_dtype(const Operand *operand, PyArray_Descr *descr)
+{
+    PyObject *object = operand->object;
+    if (operand->kind != KIND_HOST || PyArray_Check(object) || PyArray_CheckScalar(object))
+        return true;
+    if (PyArray_SIZE(operand->array) == 0 || PyArray_IsPythonScalar(object)) return false;
+    return !PyTypeNum_ISDATETIME(descr->type_num) || PyArray_NDIM(operand->array) > 0;
+}
+
+/* Values that scatter writes, where they or what they are written to are of a dtype that is only
+ * moved: NumPy casts them, on the host, which may run Python code. */
+static int cast_moved_values(const Call *call, Arguments *arguments)
+{
+    Operand *x = &arguments->out, *values = &arguments->inputs[1];
+    if (call->op->plan != plan_scatter) return 0;
+    PyArray_Descr *from = known_descr(values), *to = known_descr(x);
+    if (from == NULL || to == NULL || !(is_only_moved(from) || is_only_moved(to)) ||
+        PyArray_EquivTypes(from, to))
+        return 0;
+    const bool on_device = is_on_device(x) || is_on_device(values);
+    const bool chosen = !is_only_moved(to) || has_chosen_dtype(values, to);
+    if (check_dtype(to, x->name) < 0 || (chosen && check_dtype(from, values->name) < 0)) return -1;
+    PyArrayObject *cast = NULL;
+    if (!on_device && !chosen) {
+        Py_INCREF((PyObject *)to); /* which both of these take away */
+        cast = (PyArrayObject *)PyArray_FromAny(values->object, to, 0, 0, 0, NULL);
+    } else if (!on_device && PyArray_CanCastTypeTo(from, to, NPY_SAME_KIND_CASTING)) {
+        Py_INCREF((PyObject *)to);
+        cast = (PyArrayObject *)PyArray_FromArray(values->array, to, NPY_ARRAY_FORCECAST);
+    } else if (on_device) {
+        PyErr_Format(PyExc_TypeError,
+                     "Cannot cast values from %R to %R, as x or values are on a GPU, where such "
+                     "elements are only moved: pass values of the dtype of x",
+                     from, to);
+    } else {
+        PyErr_Format(PyExc_TypeError,
+                     "Cannot cast values from %R to %R according to the rule 'same_kind': convert "
+                     "them with values.astype(x.dtype)",
+                     from, to);
+    }
+    if (cast == NULL) return -1;
+    release(values->array);
+    values->array = cast;
+    Py_XDECREF((PyObject *)values->descr);
+    values->descr = NULL;
+    values->dtype.code = DL_NONE;
+    return 0;
+}
+
 /* The operand on a device that decides where the call runs, or NULL; all others are to be on the
  * same device or on the host. */
 static int find_leader(const Arguments *arguments, const Operand **leader)
@@ -897,7 +963,9 @@ static int open_call(State *state, const Signature *signature, PyObject **values
             read_host_stream(state, arguments->stream, work, &opened->stream) < 0)
             return -1;
     }
-    if (read_fill_argument(signature, call, arguments) < 0) return -1;
+    if (read_fill_argument(signature, call, arguments) < 0 ||
+        cast_moved_values(call, arguments) < 0)
+        return -1;
     for (int i = 0; i < arguments->count; i++)
         if (read_huge_integer(arguments, i) < 0 || complete_operand(&arguments->inputs[i]) < 0)
             return -1;

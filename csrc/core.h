@@ -337,6 +337,7 @@ extern PyMethodDef stream_methods[]; /* synchronize, current_stream */
 
 /* dlpack.c */
 DLDataType dlpack_dtype(const PyArray_Descr *descr);   /* DL_NONE: there is none */
+const char *extension_name(DLDataType dtype);          /* of one that NumPy itself has not */
 PyArray_Descr *descr_of_dlpack(DLDataType dtype);      /* a new reference; NULL: there is none */
 int has_dlpack(PyTypeObject *type);                    /* -1 with an exception */
 int has_attribute(PyObject *object, const char *name); /* the same */

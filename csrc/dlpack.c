@@ -109,7 +109,7 @@ DLDataType dlpack_dtype(const PyArray_Descr *descr)
     return NO_DTYPE;
 }
 
-static const char *extension_name(DLDataType dtype)
+const char *extension_name(DLDataType dtype)
 {
     for (int i = 0; i < EXTENSION_COUNT; i++)
         if (EXTENSIONS[i].code == dtype.code) return EXTENSIONS[i].name;

@@ -62,13 +62,14 @@ int check_dtype(PyArray_Descr *descr, const char *name)
 void fill_dtype(PyArray_Descr *descr, View *view)
 {
     const int type = descr->type_num;
-    view->dtype = type < BUILTIN_DTYPES ? DTYPES[type].dtype : DTYPE_OPAQUE;
-    view->dtype_name = type < BUILTIN_DTYPES ? DTYPES[type].name : "a user-defined dtype";
+    const bool builtin = type >= 0 && type < BUILTIN_DTYPES;
+    view->dtype = builtin ? DTYPES[type].dtype : DTYPE_OPAQUE;
+    view->dtype_name = builtin ? DTYPES[type].name : "a user-defined dtype";
     view->item_bytes = PyDataType_ELSIZE(descr);
-    if (PyTypeNum_ISUSERDEF(type) && dlpack_dtype(descr).code == DL_BFLOAT) {
-        view->dtype = DTYPE_BFLOAT16;
-        view->dtype_name = dtype_name(DTYPE_BFLOAT16);
-    }
+    if (!PyTypeNum_ISUSERDEF(type)) return;
+    const DLDataType dtype = dlpack_dtype(descr);
+    if (dtype.code != DL_NONE) view->dtype_name = extension_name(dtype);
+    if (dtype.code == DL_BFLOAT) view->dtype = DTYPE_BFLOAT16;
 }
 
 PyArray_Descr *descr_of(Dtype dtype)

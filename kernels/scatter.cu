@@ -12,6 +12,8 @@
  */
 static bool casts(const View *values, const View *x)
 {
+    /* Whether two of these are the same is for csrc to see, which has cast what can be cast. */
+    if (x->dtype == DTYPE_OPAQUE && values->dtype == DTYPE_OPAQUE) return true;
     switch (values->weak) {
     case WEAK_INT:
         return x->dtype != DTYPE_OPAQUE && x->dtype != DTYPE_BOOL;
@@ -22,8 +24,6 @@ static bool casts(const View *values, const View *x)
     default:
         break;
     }
-    /* Whether two of these are the same is for csrc to see. */
-    if (x->dtype == DTYPE_OPAQUE && values->dtype == DTYPE_OPAQUE) return true;
     /* An empty list has no dtype that anybody chose. */
     const bool both = x->dtype != DTYPE_OPAQUE && values->dtype != DTYPE_OPAQUE;
     return dtype_casts(values->dtype, x->dtype) || (both && view_items(values) == 0);

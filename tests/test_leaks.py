@@ -196,6 +196,7 @@ BAD = np.array([0, 99])
 OUT = np.zeros(3)
 NARROW = np.zeros(3, np.float32)
 BUFFER = array.array("d", range(10))
+TIMES, HOURS, TEXTS = np.zeros(5, "M8[s]"), np.zeros(3, "M8[h]"), np.zeros(5, "U4")
 
 GOOD = {
     "gather": lambda gpuops: gpuops.gather(X, INDICES),
@@ -208,6 +209,8 @@ GOOD = {
     "strided": lambda gpuops: gpuops.gather(ROWS.T, MANY, axis=1),
     "take": lambda gpuops: gpuops.take(ROWS, INDICES, 0, None, "wrap"),
     "take_along_axis": lambda gpuops: gpuops.take_along_axis(ROWS, ALONG, 0),
+    "times": lambda gpuops: gpuops.scatter(TIMES, INDICES, HOURS),
+    "text": lambda gpuops: gpuops.scatter(TEXTS, INDICES, 5),
 }
 BUFFER_INDICES = array.array("q", [1, 2])
 
@@ -226,6 +229,8 @@ FAILING = {
     "buffer": (IndexError, lambda gpuops: gpuops.gather(BUFFER, BAD)),
     "take": (IndexError, lambda gpuops: gpuops.take(ROWS, 50, 1)),
     "take_along_axis": (ValueError, lambda gpuops: gpuops.take_along_axis(ROWS, INDICES)),
+    "times": (TypeError, lambda gpuops: gpuops.scatter(TIMES, INDICES, OUT)),
+    "date": (ValueError, lambda gpuops: gpuops.scatter(TIMES, INDICES, "no date")),
 }
 
 # The plain calls are made most of the time.
@@ -248,7 +253,22 @@ def make_failing_calls(gpuops, count):
             pytest.fail(f"{name}: no {error.__name__}")
 
 
-OPERANDS = [X, ROWS, WIDE, MANY, INDICES, ALONG, BAD, OUT, NARROW, BUFFER, BUFFER_INDICES]
+OPERANDS = [
+    X,
+    ROWS,
+    WIDE,
+    MANY,
+    INDICES,
+    ALONG,
+    BAD,
+    OUT,
+    NARROW,
+    TIMES,
+    HOURS,
+    TEXTS,
+    BUFFER,
+    BUFFER_INDICES,
+]
 
 
 def references():

@@ -1,6 +1,8 @@
 """scatter: `x[indices] = values` along an axis, in place, where the last write wins."""
 
+import datetime
 import warnings
+from operator import setitem
 
 import numpy as np
 import pytest
@@ -208,8 +210,10 @@ def test_values_of_another_shape(gpuops):
         ("?", 1),
         ("V3", np.zeros(1)),
         ("f8", np.zeros(1, "V8")),
-        ("M8[s]", np.zeros(1, "M8[ms]")),
+        ("M8[s]", np.zeros(1, "m8[s]")),
         ("S3", np.array(["a"])),
+        ("U3", None),
+        ("m8[s]", [2.5]),
     ],
 )
 def test_values_that_do_not_cast(gpuops, dtype, values):
@@ -241,6 +245,115 @@ def test_values_are_cast(gpuops, dtype, values):
     expected = np.zeros(5, dtype)
     expected[[3, 1]] = values
     assert x.tobytes() == expected.tobytes()
+
+
+PAIR = np.dtype([("a", "i4"), ("b", "f4")])
+MOVED = [
+    *["M8[D]", "M8[s]", "M8[ms]", "m8[D]", "m8[s]", "m8[Y]", "U2", "U4", "S2", "S4", "V4", "V8"],
+    *[PAIR, [("a", "i8"), ("b", "f8")], [("b", "f4"), ("a", "i4")], "U2, M8[s]", "U4, M8[D]"],
+    *["float8_e4m3fn", "float8_e5m2", "float8_e4m3b11fnuz", "int4", "g"],
+]
+OTHERS = ["?", "i8", "u2", "f2", "f8", "c16", "bfloat16", ">M8[s]", ">U4"]
+
+
+def as_dtype(name):
+    if isinstance(name, str) and name.endswith(("int4", "float16", "fn", "m2", "fnuz")):
+        return np.dtype(getattr(pytest.importorskip("ml_dtypes"), name))
+    return np.dtype(name)
+
+
+def elements(dtype):
+    """Two elements: made of numbers, wherever that is possible."""
+    result = np.zeros(2, dtype)
+    if dtype.names is not None:
+        for name in dtype.names:
+            result[name] = elements(dtype[name])
+    elif dtype.type is np.void:
+        result[...] = [b"12", b"34"]
+    else:
+        result[...] = np.array([1, 2]).astype(dtype)
+    return result
+
+
+def outcome(assign, values, x):
+    """What becomes of x, or the error; a longdouble has bytes that mean nothing."""
+    try:
+        assign(x, [3, 1], values)
+    except Exception as error:
+        return error
+    return str(x) if x.dtype.char == "g" else x.tobytes()
+
+
+def refuse(x, indices, values):
+    raise TypeError
+
+
+@pytest.mark.parametrize("dtype", MOVED, ids=str)
+@pytest.mark.filterwarnings("ignore::numpy.exceptions.ComplexWarning")
+def test_what_is_only_moved_is_cast_by_numpy(gpuops, dtype):
+    """Where 'same_kind' allows it, an assignment's result or its error; else TypeError."""
+    dtype, refused = as_dtype(dtype), 0
+    for other in [*MOVED, *OTHERS]:
+        other = as_dtype(other)
+        values = elements(other)
+        for x_dtype, given in ((dtype, values), (dtype, values[0]), (other, elements(dtype))):
+            foreign = not (x_dtype.isnative and given.dtype.isnative)
+            casts = np.can_cast(given.dtype, x_dtype, "same_kind") and not foreign
+            expected = outcome(setitem if casts else refuse, given, np.zeros(5, x_dtype))
+            result = outcome(gpuops.scatter, given, np.zeros(5, x_dtype))
+            if isinstance(expected, Exception):
+                assert type(result) is type(expected), (x_dtype, given.dtype, result)
+                refused += 1
+            else:
+                assert result == expected, (x_dtype, given.dtype, result)
+            if foreign:
+                assert "byte order" in str(result)
+            elif not casts:
+                assert repr(x_dtype) in str(result) and repr(given.dtype) in str(result)
+    assert 0 < refused < 3 * len(MOVED + OTHERS)
+
+
+PYTHON_SCALARS = [
+    *[0, 1, -2, True, 1.5, -0.1, float("nan"), 2j, "7", "text", "2020-02-03", b"x", b"xyz"],
+    *[datetime.date(2020, 1, 2), datetime.datetime(2020, 1, 2, 3), datetime.timedelta(3), 10**30],
+]
+
+
+@pytest.mark.parametrize("dtype", MOVED, ids=str)
+def test_python_scalars_are_read_as_in_an_assignment(gpuops, dtype):
+    dtype, taken = as_dtype(dtype), 0
+    for value in PYTHON_SCALARS:
+        is_time = isinstance(value, (datetime.date, datetime.timedelta))
+        assign = refuse if is_time and dtype.kind not in "mM" else setitem
+        expected = outcome(assign, value, np.zeros(5, dtype))
+        result = outcome(gpuops.scatter, value, np.zeros(5, dtype))
+        if isinstance(expected, Exception):
+            assert type(result) is type(expected), (value, result, expected)
+        else:
+            assert result == expected, (value, result)
+            taken += 1
+    assert taken > 1
+
+
+def test_casts_of_what_is_only_moved(gpuops):
+    x = np.zeros(4, "M8[s]")
+    gpuops.scatter(x, [2, 0, 2], np.array(["1970-01-02", "1970-01-03", "1970-01-04"], "M8[D]"))
+    assert x.astype(int).tolist() == [172800, 0, 259200, 0]
+    gpuops.scatter(x, [], [])
+    gpuops.scatter(x, [[0]], datetime.date(1970, 1, 2))
+    gpuops.scatter(x, 1, None)
+    assert x.astype(int).tolist() == [86400, np.iinfo(np.int64).min, 259200, 0]
+    texts = np.array([["one", "two"], ["three", "four"]])
+    gpuops.scatter(texts[:, ::-1], [[1, 0]], np.array(["a", "longer than that"]), axis=None)
+    assert texts.tolist() == [["a", "longe"], ["three", "four"]]
+    # Values that share memory with x are cast before any is written.
+    x = np.array([1, 2, 3, 4], "M8[s]")
+    gpuops.scatter(x, [1, 2, 3], x[:3].view("M8[m]"))
+    assert x.astype(int).tolist() == [1, 60, 120, 180]
+    with pytest.raises(ValueError, match="shape mismatch"):
+        gpuops.scatter(x, [0, 1, 2], np.zeros(2, "M8[D]"))
+    with pytest.raises(IndexError, match="index 4 is out of bounds"):
+        gpuops.scatter(x, [4], "2020")
 
 
 def test_other_errors(gpuops):
@@ -533,6 +646,18 @@ def test_a_graph_is_as_good_as_its_indices(on_gpu):
     on_gpu.fake.set_capturing(stream.ptr, False)
     stream.synchronize()
     assert x.to_host().sum() == 4000
+
+
+def test_what_is_only_moved_is_not_cast_on_the_device(on_gpu):
+    gpuops = on_gpu.gpuops
+    x, days = np.zeros(3, "M8[s]"), np.ones(1, "M8[D]")
+    array = gpuops.to_device(x)
+    for target, values in ((array, days), (array, gpuops.to_device(days)), (array, 1)):
+        with pytest.raises(TypeError, match="on a GPU.*pass values of the dtype of x") as caught:
+            gpuops.scatter(target, [0], values)
+        assert repr(x.dtype) in str(caught.value)
+    gpuops.scatter(array, [0], days.astype(x.dtype))
+    assert array.to_host().astype(int).tolist() == [86400, 0, 0]
 
 
 def test_x_has_to_be_on_the_device_of_the_others(on_gpu):
