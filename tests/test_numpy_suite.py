@@ -49,7 +49,7 @@ LEAST_CALLS = 500
 TAKE, TAKE_ALONG_AXIS = "gpuops_take_", "gpuops_take_along_axis_"
 BOUND_TAKE = "gpuops_bound_take_"
 
-calls = Counter()
+calls = defaultdict(Counter)  # of each device
 tests_that_called = defaultdict(set)
 under_test = []
 
@@ -57,8 +57,9 @@ under_test = []
 def call(name, a, indices, *arguments, **options):
     dtype = getattr(a, "dtype", None)
     reasons = [reason for reason, applies in REASONS.items() if dtype and applies(dtype)]
-    calls[reasons[0] if reasons else "ours"] += 1
-    module = np if reasons else under_test[-1]
+    device, gpuops = under_test[-1]
+    calls[device][reasons[0] if reasons else "ours"] += 1
+    module = np if reasons else gpuops
     return getattr(module, name)(a, indices, *arguments, **options)
 
 
@@ -152,12 +153,12 @@ for file, names in SUITE.items():
 @pytest.fixture(autouse=True)
 def ours_in_place(request, gpuops, device):
     """Runs every test of this file on every device, and sees that it calls what it is to test."""
-    under_test.append(gpuops)
-    before = calls["ours"]
+    under_test.append((device.name, gpuops))
+    before = calls[device.name]["ours"]
     yield
     under_test.pop()
     if request.cls is not None:
-        assert calls["ours"] > before, "the test has not called gpuops"
+        assert calls[device.name]["ours"] > before, "the test has not called gpuops"
         tests_that_called[device.name].add(request.node.nodeid)
 
 
@@ -168,5 +169,5 @@ def test_as_many_ran_as_there_are(request, device):
     if request.config.option.keyword or any("::" in argument for argument in request.config.args):
         pytest.skip("only some of the tests were asked for")
     assert len(tests_that_called[device.name]) >= LEAST_TESTS
-    assert calls["ours"] >= LEAST_CALLS
-    print(f"{len(tests_that_called[device.name])} tests; calls: {dict(calls)}")
+    assert calls[device.name]["ours"] >= LEAST_CALLS
+    print(f"{len(tests_that_called[device.name])} tests; calls: {dict(calls[device.name])}")

@@ -35,7 +35,7 @@ OUT_OF_SCOPE = {
 LEAST_TESTS = 15  # as many as SciPy 1.11 has, so that a renamed class is seen here
 LEAST_CALLS = 200
 
-calls = Counter()
+calls = defaultdict(Counter)  # of each device
 tests_that_called = defaultdict(set)
 under_test = []
 
@@ -54,8 +54,9 @@ def reason_for_theirs(image, weights, options):
 
 def call(name, image, weights, **options):
     reason = reason_for_theirs(image, weights, options)
-    calls[reason or "ours"] += 1
-    return getattr(ndimage if reason else under_test[-1], name)(image, weights, **options)
+    device, gpuops = under_test[-1]
+    calls[device][reason or "ours"] += 1
+    return getattr(ndimage if reason else gpuops, name)(image, weights, **options)
 
 
 class Ours:
@@ -163,11 +164,11 @@ def num_parallel_threads():
 @pytest.fixture(autouse=True)
 def ours_in_place(request, gpuops, device):
     """Runs every test of this file on every device, and notes which call what it is to test."""
-    under_test.append(gpuops)
-    before = calls["ours"]
+    under_test.append((device.name, gpuops))
+    before = calls[device.name]["ours"]
     yield
     under_test.pop()
-    if calls["ours"] > before:
+    if calls[device.name]["ours"] > before:
         tests_that_called[device.name].add(request.node.nodeid)
 
 
@@ -178,5 +179,5 @@ def test_as_many_ran_as_there_are(request, device):
     if request.config.option.keyword or any("::" in argument for argument in request.config.args):
         pytest.skip("only some of the tests were asked for")
     assert len(tests_that_called[device.name]) >= LEAST_TESTS
-    assert calls["ours"] >= LEAST_CALLS
-    print(f"{len(tests_that_called[device.name])} tests; calls: {dict(calls)}")
+    assert calls[device.name]["ours"] >= LEAST_CALLS
+    print(f"{len(tests_that_called[device.name])} tests; calls: {dict(calls[device.name])}")
