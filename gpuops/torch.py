@@ -13,6 +13,7 @@ Modules
 
 CUDA tensors are worked on where they are, on torch's current stream, CPU tensors on all cores of
 the CPU. A tensor on the CPU beside one on the GPU is sent up, and its gradient comes back.
+bfloat16 on the CPU needs the package ml_dtypes for all but `gather` without a gradient.
 
 The transforms of ``torch.func`` do not differentiate operators of ``torch.library``, nor these.
 
