@@ -20,7 +20,10 @@ def added(x, indices, values, axis=0):
     result = np.array(x, order="C")
     flat = result.reshape(-1) if axis is None or x.ndim == 0 else result
     axis = 0 if axis is None or x.ndim == 0 else axis % x.ndim
-    np.add.at(flat, (slice(None),) * axis + (np.asarray(indices),), values)
+    indices = np.asarray(indices)
+    # NumPy 2.4 reads beyond the end of values of one dimension where the indices have two.
+    values = np.broadcast_to(values, flat.shape[:axis] + indices.shape + flat.shape[axis + 1 :])
+    np.add.at(flat, (slice(None),) * axis + (indices,), values)
     return result
 
 
@@ -93,6 +96,14 @@ def test_zeros_and_nans_that_nothing_is_added_to_keep_their_bits(gpuops):
             x[2] = 0
             gpuops.scatter_add(x, np.full(count, 2), np.zeros((), dtype))
             assert x.view(f"u{x.itemsize}").tolist() == [*bits, 0, 0, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("dtype", INTEGERS + FLOATS)
+def test_values_of_fewer_dimensions_than_the_indices(gpuops, dtype):
+    x, indices, values = np.zeros(3, dtype), [[0, 1], [0, 2], [0, 0]], np.array([1, 10], dtype)
+    assert added(x, indices, values).tolist() == [13, 10, 10]
+    gpuops.scatter_add(x, indices, values)
+    assert x.tolist() == [13, 10, 10]
 
 
 def test_negative_zero_stays_if_only_such_are_added(gpuops):
