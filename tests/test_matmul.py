@@ -1,6 +1,7 @@
 """gpuops.matmul against numpy.matmul, and cuBLASLt's part in it against one of our own."""
 
 import ctypes
+import itertools
 import re
 import shutil
 import subprocess
@@ -990,3 +991,53 @@ for text in ("out of luck", "<ufunc 'matmul'> returned NULL without setting an e
 """
     printed = run_child(cpu_device.gpuops, source).splitlines()
     assert printed == ["SystemError('out of luck')", "MemoryError()"]
+
+
+@pytest.mark.parametrize("dtype", FLOATS[1:])
+def test_the_short_way_leads_to_the_blas_of_numpy(cpu_device, dtype):
+    """Sums are rounded as its own are, which is in another order than one term after the other."""
+    rng, differ = np.random.default_rng(12), 0
+    for rows, terms, columns in [(3, 5, 4), (17, 33, 9), (32, 100, 16), (1, 70, 20), (20, 70, 1),
+                                 (2, 300, 2), (40, 7, 25), (31, 64, 31)]:  # fmt: skip
+        for first, second in itertools.product(["C", "transposed"], repeat=2):
+            a, b = (
+                rough_numbers(rng, (rows, terms), dtype),
+                rough_numbers(rng, (terms, columns), dtype),
+            )
+            a, b = LAYOUTS[first](a), LAYOUTS[second](b)
+            expected = np.matmul(a, b)
+            assert cpu_device.gpuops.matmul(a, b, device="cpu").tobytes() == expected.tobytes()
+            differ += np.einsum("ij,jk->ik", a, b).tobytes() != expected.tobytes()
+    assert differ > 16
+
+
+def rough_numbers(rng, shape, dtype):
+    """Numbers whose sum is another one in every order."""
+    values = rng.standard_normal(shape)
+    return (values + 1j * rng.standard_normal(shape) if dtype in "FD" else values).astype(dtype)
+
+
+def test_who_goes_the_short_way(cpu_device):
+    """Small matrices of floats do without numpy.matmul; the BLAS is numpy.dot's."""
+    source = """
+import numpy as np
+calls = 0
+
+def matmul(*arguments, numpys=np.matmul):
+    global calls
+    calls += 1
+    return numpys(*arguments)
+
+np.matmul = matmul
+import gpuops
+small = np.arange(12.0).reshape(4, 3)
+for a, b in [
+    (small, small.T), (small.astype("F"), small.T.copy()), (small, small[0]), (small[0], small.T),
+    (np.eye(64), np.eye(64)), (small.astype(int), small.T.astype(int)), (small[None], small.T),
+    (small[::2], small.T), (small[:1, :1], small[:1, :1]),
+]:
+    before = calls
+    assert (gpuops.matmul(a, b, device="cpu") == a @ b).all()
+    print(calls - before, end=" ")
+"""
+    assert run_child(cpu_device.gpuops, source) == "0 0 0 0 1 1 1 1 1 "
