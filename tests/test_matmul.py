@@ -1,17 +1,20 @@
 """gpuops.matmul against numpy.matmul, and cuBLASLt's part in it against one of our own."""
 
 import ctypes
+import importlib.metadata
 import itertools
 import re
 import shutil
 import subprocess
+import tomllib
 from pathlib import Path
 
 import numpy as np
 import pytest
 from helpers import run_child
 
-FAULTS = Path(__file__).parent / "faults"
+ROOT = Path(__file__).resolve().parent.parent
+FAULTS = ROOT / "tests" / "faults"
 
 INTEGERS = "b B h H i I q Q".split()
 FLOATS = "e f d F D".split()
@@ -874,6 +877,45 @@ print(blas.fake_blas_products())
 """
     printed = run_child(fake_device.gpuops, source, GPUOPS_FAKE_FINDER="1")
     assert printed == f"{int(answer == 'found')}\n"
+
+
+def packages_of_the_extra():
+    """The packages of the extra `blas`, and what is asked of their versions."""
+    text = (ROOT / "pyproject.toml").read_text()
+    wanted = tomllib.loads(text)["project"]["optional-dependencies"]["blas"]
+    return dict(re.fullmatch(r"([a-z-]+)(.*)", package).groups() for package in wanted)
+
+
+def test_the_extra_is_what_is_looked_for():
+    packages = packages_of_the_extra()
+    assert packages.keys() == {"cuda-pathfinder", "nvidia-cublas"}
+    source = (ROOT / "kernels" / "matmul_blas.cu").read_text()
+    assert "gpuops[blas]" in source
+    major = re.search(r'"libcublasLt\.so\.(\d+)"', source)[1]
+    assert packages["nvidia-cublas"] == f">={major},<{int(major) + 1}"
+    try:
+        files = importlib.metadata.files("nvidia-cublas")
+    except importlib.metadata.PackageNotFoundError:
+        return
+    assert f"libcublasLt.so.{major}" in [file.name for file in files]
+
+
+def test_the_wheel_of_the_extra_is_found(fake_device, blas, tmp_path):
+    """By the real cuda-pathfinder, where pip puts it."""
+    pytest.importorskip("cuda.pathfinder")
+    library = tmp_path / "nvidia" / "cu13" / "lib" / "libcublasLt.so.13"
+    library.parent.mkdir(parents=True)
+    shutil.copy(blas, library)
+    source = f"""
+import ctypes, site
+site.getsitepackages = lambda: [{str(tmp_path)!r}]
+import numpy as np
+import gpuops
+a = np.arange(400.0).reshape(20, 20)
+assert (gpuops.matmul(a, a, device="cuda") == a @ a).all()
+print(ctypes.CDLL({str(library)!r}).fake_blas_products())
+"""
+    assert run_child(fake_device.gpuops, source, GPUOPS_FAKE_FINDER="1") == "1\n"
 
 
 def test_blas_can_be_switched_off(with_blas):
