@@ -607,20 +607,30 @@ failed:
     return -1;
 }
 
+/* What an operand's elements are, for messages: a new reference. */
+static PyObject *dtype_text(const Operand *operand)
+{
+    const bool is_numpy = operand->descr != NULL && operand->dtype.code == DL_NONE;
+    return is_numpy ? PyObject_Str((PyObject *)operand->descr)
+                    : PyUnicode_FromString(operand->view.dtype_name);
+}
+
 /* Elements that are only moved have to be of the dtype of the array that they go to, and only the
- * descriptions tell whether they are: datetime64[s] and [ms] look alike to a plan. */
+ * descriptions tell whether they are: NumPy casts to a unit of its own where x has none. */
 static int check_opaque(const Call *call, const Arguments *arguments)
 {
     const Operand *target = &arguments->out;
     for (int i = 0; i < arguments->count && call->out.dtype == DTYPE_OPAQUE; i++) {
         const Operand *input = &arguments->inputs[i];
         if (call->inputs[i].dtype != DTYPE_OPAQUE || same_dtype(input, target)) continue;
-        PyErr_Format(PyExc_TypeError,
-                     "%s cannot cast %s from dtype %S to dtype %S, that of %s: convert them with "
-                     ".astype(...)",
-                     call->op->name, input->name,
-                     input->descr == NULL ? Py_None : (PyObject *)input->descr,
-                     target->descr == NULL ? Py_None : (PyObject *)target->descr, target->name);
+        PyObject *from = dtype_text(input), *to = dtype_text(target);
+        if (from != NULL && to != NULL)
+            PyErr_Format(PyExc_TypeError,
+                         "%s cannot cast %s from dtype %U to dtype %U, that of %s: convert them "
+                         "with .astype(...)",
+                         call->op->name, input->name, from, to, target->name);
+        Py_XDECREF(from);
+        Py_XDECREF(to);
         return -1;
     }
     return 0;

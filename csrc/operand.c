@@ -174,8 +174,10 @@ int complete_operand(Operand *operand)
     if (operand->descr == NULL)
         operand->descr = (PyArray_Descr *)Py_NewRef((PyObject *)PyArray_DESCR(operand->array));
     /* Plain bytes, which can be moved alone; only the tensor says what they are. */
-    if (operand->dtype.code == DL_BFLOAT && operand->view.dtype == DTYPE_OPAQUE)
-        operand->view.dtype_name = "bfloat16 without the package ml_dtypes";
+    if (operand->dtype.code != DL_NONE && operand->view.dtype == DTYPE_OPAQUE)
+        operand->view.dtype_name = operand->dtype.code == DL_BFLOAT
+                                       ? "bfloat16 without the package ml_dtypes"
+                                       : extension_name(operand->dtype);
     return 0;
 }
 

@@ -135,10 +135,26 @@ for name, arguments in [
         getattr(gpuops, name)(*arguments, device="cpu")
     except TypeError as error:
         print("bfloat16 without the package ml_dtypes" in str(error), end=" ")
+small = x.to(torch.float8_e4m3fn)
+for y, values in [(small, 1), (small, "1"), (torch.ones(1), small[:1]), (x, small[:1])]:
+    try:
+        gpuops.scatter(y, [0], values, device="cpu")
+    except TypeError as error:
+        print("float8_e4m3fn" in str(error), end=" ")
 print(x.tolist())
 """
     printed = run_child(gpuops, source)
-    assert printed == 6 * "True " + "[5.0, 1.0, 2.0, 3.0, 4.0, 5.0]\n"
+    assert printed == 10 * "True " + "[5.0, 1.0, 2.0, 3.0, 4.0, 5.0]\n"
+
+
+def test_torch_floats_of_8_bits_are_cast_to(gpuops, torch):
+    pytest.importorskip("ml_dtypes")
+    x = torch.zeros(4).to(torch.float8_e4m3fn)
+    for index, values in enumerate([2, 0.3, torch.ones(1), torch.ones(1).to(torch.float8_e5m2)]):
+        gpuops.scatter(x, [index], values)
+    assert x.float().tolist() == [2, 0.3125, 1, 1]
+    with pytest.raises(TypeError, match=r"from dtype\('int64'\) to dtype\('<M8\[s\]'\)"):
+        gpuops.scatter(np.zeros(2, "M8[s]"), [0], torch.ones(1, dtype=torch.int64))
 
 
 TORCH_VIEWS = {

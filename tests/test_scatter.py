@@ -405,6 +405,9 @@ def test_ml_dtypes(gpuops, name):
         assert x.tobytes() == expected.tobytes()
         gpuops.scatter(x, [5, 0], values[3, 1])
         assert x.astype(float)[[0, 5]].tolist() == [[1.0, 1.0], [1.0, 1.0]]
+    if name.startswith("float8"):
+        with pytest.raises(TypeError, match=f"x has dtype {name}$"):
+            gpuops.scatter_add(x, [0], 1)
 
 
 @pytest.mark.parametrize("index_dtype", INDEX_DTYPES)
