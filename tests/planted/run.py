@@ -3,10 +3,13 @@
     python tests/planted/run.py             all bugs of plants.toml
     python tests/planted/run.py NAME...     some of them
     python tests/planted/run.py --jobs 8    eight at a time
+    python tests/planted/run.py --gpu       those that a tool of compute-sanitizer is to see
 
 It works on copies of the tree, with the build on the fake CUDA runtime as the package under test,
 the CPU backend included, or the one for TSan; of that only what a bug makes stale is compiled anew.
 First every test that is to catch a bug has to pass without one. Exits with 1 if one is not caught.
+
+What is for compute-sanitizer takes a build for the GPU of the machine; without one it is skipped.
 """
 
 import argparse
@@ -31,10 +34,13 @@ DEADLINE = 300  # seconds for a check that has a processor; a bug that makes it 
 TROUBLES = (2, 3, 4, 5)  # exit statuses of pytest that say nothing about the code
 RACE = 66  # the exit status where TSan reports
 
+TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")  # of compute-sanitizer
+FOUND = re.compile(r"^=+ (?:ERROR|RACECHECK) SUMMARY: [1-9]", re.MULTILINE)  # where they report
+
 
 class Plant(NamedTuple):
     """A bug: in `file`, `old` becomes `new`; `check` are the tests that notice, as for pytest, in a
-    build for the sanitizer `under`, where it takes one."""
+    build for the sanitizer `under`, where it takes one, or on a GPU, under a tool that reports."""
 
     name: str
     fault: str
@@ -58,6 +64,20 @@ def read_plants():
         return [Plant(name=name, **entries) for name, entries in tomllib.load(table).items()]
 
 
+def find_sanitizer():
+    path = os.environ["PATH"] + os.pathsep + "/usr/local/cuda/bin"
+    return shutil.which("compute-sanitizer", path=path)
+
+
+def missing_for(under):
+    """What this machine lacks for a check under that, or None."""
+    if under not in TOOLS:
+        return None
+    if not list(Path("/dev").glob("nvidia[0-9]*")):
+        return "there is no GPU"
+    return None if find_sanitizer() else "there is no compute-sanitizer"
+
+
 def copy_tree(source, target):
     """What a build and the tests need; with the times of the files, by which a build is current."""
     ignore = shutil.ignore_patterns(
@@ -75,17 +95,24 @@ def run(command, tree, **options):
 
 def build(tree, under=""):
     """Returns what was printed if it fails, else nothing."""
-    result = run(
-        [sys.executable, "tests/faults/build.py", *(["--sanitize", under] * bool(under))], tree
-    )
+    if under in TOOLS:
+        options = ["-q", "build", "--build-base=build/temporary", "--build-lib=build/gpu"]
+        command = ["setup.py", *options]
+    else:
+        command = ["tests/faults/build.py", *(["--sanitize", under] * bool(under))]
+    result = run([sys.executable, *command], tree)
     return result.stdout if result.returncode != 0 else ""
 
 
 def run_check(tree, checks, deadline, under=""):
     """Runs tests; how it ended, and what was printed."""
-    package = "build/fake-tsan" if under == "thread" else "build/fake"
     command = [sys.executable, "-m", "pytest", "-x", "-v", "-p", "no:cacheprovider"]
-    command += [f"--package={package}", f"--fake={package}", "--require-fake"]
+    if under in TOOLS:
+        tool = [find_sanitizer(), "--tool", under, "--report-api-errors", "no"]
+        command = [*tool, *command, "--package=build/gpu", "--require-gpu"]
+    else:
+        package = "build/fake-tsan" if under == "thread" else "build/fake"
+        command += [f"--package={package}", f"--fake={package}", "--require-fake"]
     environment = dict(os.environ)
     if under == "thread":
         library = run(["cc", "-print-file-name=libtsan.so"], tree).stdout.strip()
@@ -96,11 +123,15 @@ def run_check(tree, checks, deadline, under=""):
         result = run([*command, *checks], tree, timeout=deadline, env=environment)
     except subprocess.TimeoutExpired as expired:
         return "hangs", (expired.stdout or b"").decode(errors="replace")  # never text
+    if under in TOOLS and FOUND.search(result.stdout):
+        return "reports", result.stdout
     passed = re.search(r"\d passed", result.stdout)
     if result.returncode in TROUBLES or (result.returncode == 0 and not passed):
         sys.exit(f"{' '.join(checks)} cannot be run:\n{result.stdout[-4000:]}")
     if result.returncode == RACE:
         return "races", result.stdout
+    if under in TOOLS:  # which the tool has not seen, whatever the test has
+        return "passes", result.stdout
     ending = "passes" if result.returncode == 0 else "fails" if result.returncode > 0 else "crashes"
     return ending, result.stdout
 
@@ -119,6 +150,8 @@ def try_plants(plants, folder, jobs):
     """Yields each plant with the test that caught it, or None, and the seconds it took."""
     for plant in plants:
         plant.planted(ROOT)  # if one has lost its place, that is known before all the work
+    if not plants:
+        return
     clean = folder / "clean"
     copy_tree(ROOT, clean)
     with ThreadPoolExecutor(jobs) as pool:
@@ -153,6 +186,8 @@ def try_plant(plant, clean, tree, deadline):
         ending, output = run_check(tree, shlex.split(plant.check), deadline, plant.under)
     shutil.rmtree(tree)
     caught = None if ending == "passes" else culprit(ending, output)
+    if caught and plant.under in TOOLS:
+        caught += f" under {plant.under}"
     return plant, caught, time.monotonic() - started
 
 
@@ -161,15 +196,24 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("names", metavar="NAME", nargs="*", help="of a bug (default: all)")
     parser.add_argument("--jobs", type=int, default=1, help="bugs at a time (default: 1)")
+    parser.add_argument("--gpu", action="store_true", help="those that take a GPU")
     arguments = parser.parse_args()
     wanted = arguments.names or list(plants)
     unknown = [name for name in wanted if name not in plants]
     if unknown:
         parser.error(f"there is no bug {', '.join(unknown)} in {TABLE.name}")
+    if arguments.gpu:
+        wanted = [name for name in wanted if plants[name].under in TOOLS]
+    lacking = {name: missing_for(plants[name].under) for name in wanted}
+    if arguments.gpu and any(lacking.values()):
+        sys.exit(next(filter(None, lacking.values())))
     missed = 0
     print("| bug | what is wrong | caught by | s |\n|---|---|---|--:|", flush=True)
+    for name in filter(lacking.get, wanted):
+        print(f"| {name} | {plants[name].fault} | skipped: {lacking[name]} | |", flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        tried = try_plants([plants[name] for name in wanted], Path(folder), arguments.jobs)
+        chosen = [plants[name] for name in wanted if not lacking[name]]
+        tried = try_plants(chosen, Path(folder), arguments.jobs)
         for plant, caught, seconds in tried:
             missed += caught is None
             print(
