@@ -211,15 +211,16 @@ def run_threads(functions, *, timeout=120):
         raise errors[0]
 
 
-def keep_busy(gpuops, gpu, stream):
-    """Gives a stream work for some tens of milliseconds, on a GPU, or until somebody waits.
+def turns_of(count):
+    """As many turns, or GPUOPS_TEST_CALLS where that is less: tools make a kernel take longer."""
+    return min(count, int(os.environ.get("GPUOPS_TEST_CALLS", count)))
 
-    Under compute-sanitizer that is much longer; GPUOPS_TEST_CALLS is the most kernels there.
-    """
+
+def keep_busy(gpuops, gpu, stream):
+    """Gives a stream work for some tens of milliseconds, on a GPU, or until somebody waits."""
     rows, columns, turns = (16, 1 << 26, 100) if gpu.fake is None else (4, 4, 10)
-    turns = min(turns, int(os.environ.get("GPUOPS_TEST_CALLS", turns)))
     table = gpuops.zeros((rows, columns), "u1", stream=stream)
     out = gpuops.empty((rows, columns), "u1", stream=stream)
     order = gpuops.to_device(np.arange(rows), stream=stream)
-    for _ in range(turns):
+    for _ in range(turns_of(turns)):
         gpuops.gather(table, order, out=out, stream=stream)

@@ -17,7 +17,7 @@ import operators
 import pytest
 import reference
 from capsules import Producer, new_kind
-from helpers import INDEX_DTYPES, filled_array, keep_busy, run_child, same
+from helpers import INDEX_DTYPES, filled_array, keep_busy, run_child, same, turns_of
 
 MODES = ["raise", "wrap", "clip", "fill"]
 SCHEDULERS = [("now", 0), ("lazy", 0), *(("shuffled", seed) for seed in range(4))]
@@ -643,7 +643,7 @@ def test_launch_blocking_does_not_wait_for_a_captured_stream(gpu):
 def test_ten_thousand_submissions_whose_sources_are_dropped_at_once(gpuops, scheduler):
     streams = [gpuops.Stream() for _ in range(3)]
     generator = np.random.default_rng(0)
-    for turn in range(10 if scheduler == "shuffled" else 100):
+    for turn in range(turns_of(10 if scheduler == "shuffled" else 100)):
         values = generator.integers(0, 1 << 30, (100, 16), dtype=np.int32)
         places = generator.integers(-16, 16, (100, 8))
         results = [
@@ -663,12 +663,13 @@ def test_a_chain_of_results_that_nobody_keeps(gpuops, scheduler):
     shift = gpuops.to_device(np.roll(np.arange(size), -1))
     streams = [gpuops.Stream() for _ in range(3)]
     d = gpuops.to_device(np.arange(size))
-    for turn in range(1000):
+    turns = turns_of(1000)
+    for turn in range(turns):
         d = gpuops.gather(d, shift, stream=streams[turn % 3])
-    assert (d.to_host() == (np.arange(size) + 1000) % size).all()
+    assert (d.to_host() == (np.arange(size) + turns) % size).all()
     for _ in range(100):
         d = gpuops.gather(d, shift, stream=gpuops.Stream())
-    assert (d.to_host() == (np.arange(size) + 1100) % size).all()
+    assert (d.to_host() == (np.arange(size) + turns + 100) % size).all()
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -1340,7 +1341,7 @@ def test_threads_with_streams_of_their_own(gpuops, gpu, scheduler):
     generator = np.random.default_rng(0)
     x = generator.integers(0, 1 << 30, (5000, 4), dtype=np.int32)
     table = gpuops.to_device(x)
-    rounds = 300 if gpu.fake is None else 25
+    rounds = turns_of(300 if gpu.fake is None else 25)
     errors = []
     barrier = threading.Barrier(8)
 

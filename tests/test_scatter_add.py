@@ -1,12 +1,11 @@
 """scatter_add: `numpy.add.at` along an axis. What it shares with scatter is in test_scatter.py."""
 
 import math
-import os
 import threading
 
 import numpy as np
 import pytest
-from helpers import INDEX_DTYPES, Guarded, run_child
+from helpers import INDEX_DTYPES, Guarded, run_child, turns_of
 from numpy.exceptions import AxisError
 
 INTEGERS = ["i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8"]
@@ -433,7 +432,7 @@ def test_order_does_not_depend_on_the_grid(on_gpu, count, size, width, more):
     mode = "fill" if more else "raise"
     other = gpuops.Stream()
     beside = gpuops.to_device(x)
-    for call in range(int(os.environ.get("GPUOPS_TEST_CALLS", CALLS[on_gpu.name]))):
+    for call in range(turns_of(CALLS[on_gpu.name])):
         if on_gpu.fake is not None:
             on_gpu.fake.set_scheduler("shuffled", call + 1)
         else:
