@@ -160,6 +160,7 @@ MOST_TOLERATED = 10
 # Python's context variables, which do not survive it.
 NOT_STARVED = [
     "arrays: pickled",
+    "exchange: dlpack given back",
     "exchange: dlpack import",
     "kernels: compile and load",
     "pinned_memory: a block",
