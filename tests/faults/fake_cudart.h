@@ -179,6 +179,7 @@ typedef struct Block {
     bool freed;     /* by the caller, though perhaps not yet in the order of the stream */
     bool mapped;    /* by itself, and not from the heap */
     bool read_only; /* registered so */
+    bool checked;   /* since it was freed; the next time is when its memory goes, or at the end */
 } Block;
 
 typedef struct Blocks {
@@ -209,7 +210,7 @@ void hide_device_memory(void);
 /* Gives back what pools of a device (-1: of all) keep beyond their release thresholds, or all. */
 void trim_pools(int device, bool entirely);
 long count_pools(size_t *reserved_bytes);
-void check_all_memory(void);
+void check_all_memory(bool again);
 
 /* The shared memory of the one block that is run: poisoned, between two red zones. Closing it tells
  * on which side a red zone was hit, or NULL. */

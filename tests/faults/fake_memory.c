@@ -121,15 +121,18 @@ static void check_red_zones(Block *block)
 
 static void check_freed(Block *block)
 {
+    block->checked = true;
     if (!mend(block->data, block->bytes, POISON))
         misuse("a %s allocation of %zu bytes was written to after it was freed", kind_of(block),
                block->bytes);
 }
 
-void check_all_memory(void)
+/* What is freed is much, and looked at after every test: once, unless it is to be again. */
+void check_all_memory(bool again)
 {
     for (Block *block = live.first; block; block = block->next) check_red_zones(block);
-    for (Block *block = quarantine.first; block; block = block->next) check_freed(block);
+    for (Block *block = quarantine.first; block; block = block->next)
+        if (again || !block->checked) check_freed(block);
 }
 
 static _Alignas(RED_ZONE_BYTES) unsigned char shared_memory[RED_ZONE_BYTES + MOST_SHARED_BYTES +
