@@ -98,6 +98,20 @@ def pytest_runtest_setup(item):
         pytest.skip(f"TSan: {marker.args[0]}")
 
 
+def pytest_terminal_summary(terminalreporter):
+    """What the sweeps of test_faults.py take, which shall stay below five minutes on two cores."""
+    reports = [report for found in terminalreporter.stats.values() for report in found]
+    seconds = [
+        report.duration
+        for report in reports
+        if getattr(report, "when", "") == "call" and "may_fail" in report.nodeid
+    ]
+    if seconds:
+        terminalreporter.write_line(
+            f"{len(seconds)} sweeps of calls that fail took {sum(seconds):.0f} s, of 300"
+        )
+
+
 @pytest.fixture(autouse=True, scope="module")
 def small_heap():
     """A test that collects garbage does not wait until the collector has looked at all tests, and
