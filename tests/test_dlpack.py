@@ -766,6 +766,7 @@ FINALISATION = {
 }
 
 
+@pytest.mark.not_under_tsan("is gone by then")
 @pytest.mark.parametrize("name", FINALISATION)
 @pytest.mark.parametrize("options", [{}, {"copy": True}, {"dl_device": (1, 0)}], ids=repr)
 def test_after_the_interpreter(gpu, name, options):

@@ -680,6 +680,7 @@ class TestBlocks:
         )
         assert_caught(outcome, f"block 0 wrote {side} its {shared_bytes} bytes of shared memory")
 
+    @pytest.mark.not_under_tsan("reports the end of a stack without a word")
     def test_a_stack_has_an_end(self, fake_folder, kernels_file):
         source = f"""
             with Blocks(fake, {str(kernels_file)!r}) as blocks:

@@ -643,6 +643,7 @@ assert gpuops.explain("add", x, x).chosen.seconds is not None and kept() == befo
     assert child(again) == ""
 
 
+@pytest.mark.not_under_tsan("makes it take minutes")
 def test_the_steps_of_measuring_are_told(child):
     child("""
 def measure(ordinal):

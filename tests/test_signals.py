@@ -63,6 +63,7 @@ LONG_CALLS = {
 }
 
 
+@pytest.mark.not_under_tsan("keeps signals back while a call computes")
 @pytest.mark.parametrize("name", LONG_CALLS)
 def test_keyboard_interrupt(gpuops, device, name):
     source = BEGIN + LOOP.replace("CALL", LONG_CALLS[name])
@@ -228,6 +229,7 @@ def test_random_signals(gpuops, device):
     assert run_child(gpuops, BEGIN + RANDOM, GPUOPS_DEVICE=device.default) == "done\n"
 
 
+@pytest.mark.not_under_tsan("has a thread of its own, which takes signals")
 def test_signals_go_to_threads_of_python(gpuops):
     """Not to the workers of the CPU backend, who would be stopped in the middle of their work."""
     source = """
