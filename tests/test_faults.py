@@ -146,6 +146,7 @@ def test_a_broken_promise_is_told(fake_folder):
     """
     environment = {**os.environ, "GPUOPS_FAKE_BUILD": str(fake_folder), "OPENBLAS_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = str(SWEEP.parent.parent)
+    environment["GPUOPS_TEST_EVERY"] = "1"  # the call in question may be any
     child = subprocess.run(
         [sys.executable, "-P", "-c", "\n".join(line[4:] for line in script.splitlines())],
         env=environment,
