@@ -683,7 +683,7 @@ void memory_release_after(Memory *memory, Stream *stream)
 {
     int previous;
     if (runtime_is_leaving()) return;
-    if (device_enter(stream->device, &previous) == STATUS_OK) {
+    if (device_try_enter(stream->device, &previous)) {
         (void)memory_note_use(memory, stream); /* or the work is waited for */
         device_leave(stream->device, previous);
     } else {
