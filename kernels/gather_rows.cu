@@ -877,7 +877,7 @@ Status launch_gather_in_place(const DeviceGather &gather, int ndim, DeviceLoop *
                               Scratch *scratch, void *stream)
 {
     /* A row that is one word is one request whoever makes it. */
-    if (gather.row_bytes <= (int64_t)sizeof(uint4))
+    if (gather.row_bytes <= GATHER_WORD_BYTES)
         return launch_gather_rows(gather, ndim, loops, stream);
     return is_one_loop(gather, ndim, loops)
                ? launch_in_place<OneLoop>(gather, ndim, loops, scratch, stream)

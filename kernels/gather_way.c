@@ -92,7 +92,7 @@ static double seconds_to_sort(const GatherCase *given)
 
 bool gather_sorting_pays(const GatherCase *given)
 {
-    return given->result_on_device &&
+    return given->result_on_device && given->row_bytes > GATHER_WORD_BYTES &&
            seconds_to_sort(given) + seconds_sorted(given) < seconds_unsorted(given);
 }
 

@@ -47,6 +47,9 @@ typedef struct GatherPlan {
 /* Below this nothing is won by another way than GATHER_WHOLE, if there is room. */
 #define GATHER_LEAST_CHOICE_BYTES ((int64_t)1 << 20)
 
+/* Rows in place that are no longer are read like elements, and as they come. */
+#define GATHER_WORD_BYTES 16
+
 /* The way that is expected to take the shortest time. */
 GatherPlan gather_way(const GatherCase *given);
 

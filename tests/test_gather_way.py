@@ -185,7 +185,8 @@ def test_sorting_pays_for_many_rows_of_more_than_the_device_knows(library):
 
     assert pays()
     assert pays(span_bytes=2 * GIBI) and not pays(span_bytes=int(constant("KNOWN_BYTES")))
-    assert pays(row_bytes=64)
+    word = constant("GATHER_WORD_BYTES")
+    assert pays(row_bytes=word + 1) and not pays(row_bytes=word)
     assert not pays(row_bytes=4096)  # which take longer over the bus than to be looked up
     assert not pays(result_on_device=False)
     assert not pays(rows=100)
