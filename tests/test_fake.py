@@ -974,6 +974,21 @@ class TestLater:
         assert later.library.cudaGetLastError() == NOT_READY
         assert journal.entries == [1, 2, 3]
 
+    def test_a_kernel_that_takes_its_time(self, later, streams, event, journal):
+        begin = time.monotonic()
+        later.take_time(streams[0], 0.3)
+        journal.note(1, streams[0])
+        assert record(later, event, streams[0]) == 0
+        journal.note(2, streams[1])
+        while later.pending() > 3:
+            assert query(later, streams[1]) in (0, NOT_READY)
+            assert query(later, streams[0]) == NOT_READY
+            assert later.library.cudaEventQuery(event) == NOT_READY
+        assert journal.entries == [2] and time.monotonic() - begin < 0.29
+        assert synchronize(later, streams[0]) == 0
+        assert journal.entries == [2, 1] and time.monotonic() - begin > 0.29
+        assert later.library.cudaEventQuery(event) == 0
+
     def test_device_synchronize(self, later, streams, journal):
         journal.note(1, streams[0])
         journal.note(2, streams[1])

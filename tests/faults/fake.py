@@ -183,6 +183,17 @@ class Fake:
         """Does all the work that is queued."""
         self.library.fake_run()
 
+    def take_time(self, stream, seconds):
+        """Queues a kernel that is at work for so long, on a stream, a handle.
+
+        For a scheduler that works late. Calls that ask say that it goes on; those that wait sleep,
+        and no other thread can call CUDA meanwhile.
+        """
+        error = self.library.fake_take_time(
+            ctypes.c_void_p(stream), ctypes.c_int64(round(1000 * seconds))
+        )
+        assert error == 0, f"CUDA error {error}"
+
     def pending(self):
         """How many operations are queued: copies, kernels, waits and so on."""
         return self.library.fake_pending()

@@ -109,6 +109,7 @@ struct Operation {
     struct ModuleKernel *module_kernel; /* of a library, with the three dimensions of its launch */
     unsigned grid[3], block[3];
 
+    int64_t end_milliseconds;          /* of a kernel that takes its time */
     long event;                        /* that is recorded */
     long awaited_stream, awaited_work; /* what a wait waits for */
     size_t copied_bytes;               /* of what the caller may change after the call: */

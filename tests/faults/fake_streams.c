@@ -119,6 +119,26 @@ static bool takes_turns_with_legacy(const Stream *stream)
 
 static void run_wait(Operation *operation) {}
 
+/* A kernel that takes its time, which begins when it is queued: who waits for it sleeps till then,
+ * and who asks is told that it goes on. */
+static int64_t milliseconds_left(const Operation *operation)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return operation->end_milliseconds - (now.tv_sec * 1000 + now.tv_nsec / 1000000);
+}
+
+static void run_slowly(Operation *operation)
+{
+    for (int64_t left; (left = milliseconds_left(operation)) > 0;)
+        nanosleep(&(struct timespec){left / 1000, left % 1000 * 1000000}, NULL);
+}
+
+static bool takes_its_time(const Operation *operation)
+{
+    return operation->run == run_slowly && milliseconds_left(operation) > 0;
+}
+
 /* A stream whose first operation must be done before that of this one, or NULL. */
 static Stream *obstacle_to(const Stream *stream)
 {
@@ -155,11 +175,12 @@ static void run_first_of(Stream *stream)
     if (stream->destroyed && !stream->first) forget(stream);
 }
 
-/* Does the first thing that must be done for a stream to get on. */
-static void run_one_for(Stream *stream)
+/* Does the first thing that must be done for a stream to get on, unless nobody waits and it takes
+ * its time. */
+static void run_one_for(Stream *stream, bool waits)
 {
     for (Stream *obstacle = stream; obstacle; obstacle = obstacle_to(stream)) stream = obstacle;
-    run_first_of(stream);
+    if (waits || !takes_its_time(stream->first)) run_first_of(stream);
 }
 
 static uint64_t random_below(uint64_t bound)
@@ -194,27 +215,38 @@ unsigned at_turn(uint64_t order, unsigned turn, unsigned count)
     return number;
 }
 
-static void run_any(void)
+static void run_any(bool waits)
 {
     Stream *chosen = NULL;
     uint64_t ready = 0;
     for (Stream *stream = streams; stream; stream = stream->next)
-        if (stream->first && !obstacle_to(stream) && random_below(++ready) == 0) chosen = stream;
+        if (stream->first && !obstacle_to(stream) && (waits || !takes_its_time(stream->first)) &&
+            random_below(++ready) == 0)
+            chosen = stream;
     if (chosen) run_first_of(chosen);
 }
 
 /* One step towards an operation, or in no direction at all. */
-static void run_one_towards(long stream_id, long work)
+static void run_one_towards(long stream_id, long work, bool waits)
 {
     if (scheduler == SHUFFLED)
-        run_any();
+        run_any(waits);
     else if (!has_passed(stream_id, work))
-        run_one_for(stream_table.objects[stream_id]);
+        run_one_for(stream_table.objects[stream_id], waits);
 }
 
 static void run_until(long stream_id, long work)
 {
-    while (!has_passed(stream_id, work)) run_one_towards(stream_id, work);
+    while (!has_passed(stream_id, work)) run_one_towards(stream_id, work, true);
+}
+
+/* Asking again and again must come to an end, and so it brings the work on: by a step, and by more
+ * where nothing else is asked for but that, for who waits so asks less and less often. */
+static long questions; /* since something was queued */
+static void run_some_towards(long stream_id, long work)
+{
+    long steps = 1 + questions++ / 8;
+    while (steps-- > 0 && !has_passed(stream_id, work)) run_one_towards(stream_id, work, false);
 }
 
 void run_to_the_end_of(Stream *stream)
@@ -258,6 +290,7 @@ void enqueue(Operation *operation)
 {
     Stream *stream = operation->stream;
     operation->number = ++last_work;
+    questions = 0;
     *(stream->last ? &stream->last->next : &stream->first) = operation;
     stream->last = operation;
     if (scheduler == NOW) run_to_the_end_of(stream);
@@ -424,13 +457,12 @@ cudaError_t cudaStreamSynchronize(cudaStream_t handle)
     return cudaSuccess;
 }
 
-/* Asking again and again must come to an end, and so it brings the work on. */
 cudaError_t cudaStreamQuery(cudaStream_t handle)
 {
     BEGIN();
     Stream *stream;
     REQUIRE_SUCCESS(find_awaited_stream(__func__, handle, &stream));
-    if (stream->last) run_one_towards(stream->id, stream->last->number);
+    if (stream->last) run_some_towards(stream->id, stream->last->number);
     return done(stream->first ? cudaErrorNotReady : cudaSuccess);
 }
 
@@ -623,7 +655,7 @@ cudaError_t cudaEventQuery(cudaEvent_t handle)
     Event *event;
     REQUIRE_SUCCESS(find_awaited_event(__func__, handle, &event));
     REQUIRE_SUCCESS(refuse_while_capturing(__func__));
-    if (!is_done(event)) run_one_towards(event->stream, event->work);
+    if (!is_done(event)) run_some_towards(event->stream, event->work);
     return done(is_done(event) ? cudaSuccess : cudaErrorNotReady);
 }
 
@@ -699,6 +731,21 @@ cudaError_t fake_set_capturing(cudaStream_t handle, int on)
     stream->capture = on ? ++last_capture : 0;
     for (Stream *other = streams; ended && other; other = other->next)
         if (other->capture == ended) other->capture = 0;
+    return cudaSuccess;
+}
+
+/* Queues a kernel that touches nothing, and is at work until so many milliseconds from now. */
+cudaError_t fake_take_time(cudaStream_t handle, int64_t milliseconds)
+{
+    LOCKED();
+    Stream *stream;
+    cudaError_t code = find_working_stream(__func__, handle, &stream);
+    if (code != cudaSuccess) return code;
+    Operation *operation = new_operation(__func__, stream, run_slowly, 0);
+    if (!operation) return cudaErrorMemoryAllocation;
+    operation->end_milliseconds = 0;
+    operation->end_milliseconds = milliseconds - milliseconds_left(operation);
+    enqueue(operation);
     return cudaSuccess;
 }
 
