@@ -155,12 +155,13 @@ typedef struct CopyWork {
     const View *target, *source;
     const void *item;
     Stream *stream;
+    Watch *watch;
 } CopyWork;
 
 static Status do_copy(void *context)
 {
     CopyWork *work = context;
-    return copy_view(work->target, work->source, work->stream);
+    return copy_view(work->target, work->source, work->stream, work->watch);
 }
 
 static Status do_fill(void *context)
@@ -186,8 +187,11 @@ void release_memory(Memory *memory)
 int copy_elements(State *state, const View *target, const View *source, Stream *stream,
                   const char *op)
 {
-    CopyWork work = {.target = target, .source = source, .stream = stream};
-    Status status = without_gil(do_copy, &work);
+    Progress progress;
+    CopyWork work = {
+        .target = target, .source = source, .stream = stream, .watch = &progress.watch};
+    progress_init(&progress, op);
+    Status status = progress_run(&progress, do_copy, &work);
     if (status == STATUS_OK) return 0;
     raise_status(state, status, op, stream_device(stream));
     return -1;
@@ -763,6 +767,8 @@ static PyMethodDef array_type_methods[] = {
     {"to_host", (PyCFunction)(void (*)(void))array_to_host, METH_VARARGS | METH_KEYWORDS,
      "to_host($self, out=None, stream=None)\n--\n\n"
      "Copy the array to host memory, and wait until it is there.\n\n"
+     "A signal whose handler raises, such as Ctrl-C, ends the wait for work that comes before the\n"
+     "copy.\n\n"
      "Parameters\n----------\n"
      "out : ndarray, optional\n"
      "    Array to write to, of the same shape and dtype and of any strides.\n"

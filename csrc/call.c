@@ -665,9 +665,7 @@ static Status work_on_host(Work *work)
 {
     const bool on_cpu = work->wanted_device == DEVICE_CPU && work->call->stream == NULL;
     if (on_cpu && call_is_brief(work->call)) return do_host_work(work);
-    const Status status = without_gil_for_now(do_host_work, work, &work->progress.saved);
-    if (status == STATUS_INTERRUPTED) progress_raise(&work->progress);
-    return status;
+    return progress_run(&work->progress, do_host_work, work);
 }
 
 static Status do_device_work(void *call)
@@ -750,8 +748,7 @@ static PyObject *call_on_device(State *state, Call *call, Arguments *arguments,
         return NULL;
     }
     call->out_is_fresh = !given;
-    Status status = without_gil_for_now(do_device_work, call, &work->progress.saved);
-    if (status == STATUS_INTERRUPTED) progress_raise(&work->progress);
+    Status status = progress_run(&work->progress, do_device_work, call);
     note_device_route(call);
     if (status != STATUS_OK) {
         raise_call_status(state, status, call, arguments);

@@ -196,7 +196,8 @@ void set_defaults(const Signature *signature, Call *call);
 int read_option(Role role, PyObject *value, Call *call);
 int read_flag(PyObject *object, const char *name, bool *flag);
 
-/* progress.c: what looks after a call between large arrays on the host: signals, and a bar. */
+/* progress.c: what looks after a call between large arrays on the host, or one that waits: signals,
+ * and a bar. */
 typedef struct Progress {
     Watch watch;
     const char *op;
@@ -209,7 +210,8 @@ typedef struct Progress {
 
 void progress_init(Progress *progress, const char *op);
 int progress_show(Progress *progress); /* with a bar, if the call goes in parts */
-void progress_raise(Progress *progress);
+/* without_gil for work that is given the watch; what its last look raised is there after it. */
+Status progress_run(Progress *progress, Status (*work)(void *), void *context);
 /* Closes the bar, and drops *result for an exception if that fails. */
 void progress_close(Progress *progress, PyObject **result);
 
@@ -290,7 +292,7 @@ PyObject *array_copy_of(State *state, const View *source, PyArray_Descr *descr, 
  * zero. */
 int array_fill_with(State *state, DeviceArray *array, PyObject *value, Stream *stream,
                     const char *op);
-/* copy_view with the GIL released; -1 with an exception that names op. */
+/* copy_view with the GIL released; -1 with an exception that names op, or of a signal. */
 int copy_elements(State *state, const View *target, const View *source, Stream *stream,
                   const char *op);
 Memory *allocate_memory(State *state, Stream *stream, int64_t bytes, const char *op);

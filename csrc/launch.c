@@ -555,6 +555,8 @@ PyObject *launch(State *state, const LauncherObject *launcher, PyObject *args, P
         result = Py_NewRef(Py_None);
         goto done;
     }
+    Progress progress;
+    progress_init(&progress, kernel->op);
     Launch work = {
         .module = kernel->module->module,
         .kernel = kernel->kernel,
@@ -565,8 +567,9 @@ PyObject *launch(State *state, const LauncherObject *launcher, PyObject *args, P
         .values = arguments.values,
         .arrays = arguments.launch_arrays,
         .array_count = arguments.array_count,
+        .watch = &progress.watch,
     };
-    Status status = without_gil(do_launch, &work);
+    Status status = progress_run(&progress, do_launch, &work);
     result = status == STATUS_OK ? Py_NewRef(Py_None)
                                  : raise_status(state, status, kernel->op, kernel->module->device);
 done:

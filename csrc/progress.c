@@ -1,6 +1,6 @@
-/* What looks after a call between large arrays on the host, which goes in parts: between them it
- * takes the GIL now and then, for signals that have come, and for a bar of tqdm's if one is wanted.
- */
+/* What looks after a call between large arrays on the host, which goes in parts, and after one that
+ * waits: now and then it takes the GIL, for signals that have come, and between parts for a bar of
+ * tqdm's if one is wanted. */
 #include "core.h"
 
 static int create_bar(Progress *progress, int64_t bytes)
@@ -18,7 +18,7 @@ static int create_bar(Progress *progress, int64_t bytes)
 
 static int tell(Progress *progress, int64_t done_bytes, int64_t bytes)
 {
-    if (progress->make_bar == NULL) return 0;
+    if (progress->make_bar == NULL || bytes == 0) return 0;
     if (progress->bar == NULL && create_bar(progress, bytes) < 0) return -1;
     const int64_t more = done_bytes - progress->told_bytes;
     if (more == 0) return 0;
@@ -69,9 +69,12 @@ int progress_show(Progress *progress)
     return progress->make_bar == NULL ? -1 : 0;
 }
 
-void progress_raise(Progress *progress)
+Status progress_run(Progress *progress, Status (*work)(void *), void *context)
 {
-    PyErr_Restore(progress->type, progress->value, progress->traceback);
+    const Status status = without_gil_for_now(work, context, &progress->saved);
+    if (status == STATUS_INTERRUPTED)
+        PyErr_Restore(progress->type, progress->value, progress->traceback);
+    return status;
 }
 
 void progress_close(Progress *progress, PyObject **result)

@@ -182,6 +182,7 @@ Stream *any_stream(State *state, PyObject *object, int device)
 typedef struct StreamWork {
     Stream *stream, *other;
     Event *event, *end;
+    Watch *watch;
     int device, priority;
     bool nonblocking, timing, blocking_sync;
     bool done;
@@ -202,7 +203,8 @@ static Status do_stream_release(void *stream)
 
 static Status do_stream_synchronize(void *context)
 {
-    return stream_synchronize(((StreamWork *)context)->stream);
+    StreamWork *work = context;
+    return stream_synchronize(work->stream, work->watch);
 }
 
 static Status do_stream_query(void *context)
@@ -225,7 +227,8 @@ static Status do_stream_wait_as_told(void *context)
 
 static Status do_device_synchronize(void *context)
 {
-    return device_synchronize(((StreamWork *)context)->device);
+    StreamWork *work = context;
+    return device_synchronize(work->device, work->watch);
 }
 
 static Status do_event_create(void *context)
@@ -254,7 +257,8 @@ static Status do_event_query(void *context)
 
 static Status do_event_synchronize(void *context)
 {
-    return event_synchronize(((StreamWork *)context)->event);
+    StreamWork *work = context;
+    return event_synchronize(work->event, work->watch);
 }
 
 static Status do_event_wait(void *context)
@@ -276,6 +280,18 @@ static int carry_out(State *state, Status (*function)(void *), StreamWork *work,
     Status status = without_gil(function, work);
     if (status == STATUS_OK) return 0;
     raise_status(state, status, op, device);
+    return -1;
+}
+
+/* The same for what waits, which signals may end. */
+static int wait_out(State *state, Status (*function)(void *), StreamWork *work, int device)
+{
+    Progress progress;
+    progress_init(&progress, "synchronize");
+    work->watch = &progress.watch;
+    Status status = progress_run(&progress, function, work);
+    if (status == STATUS_OK) return 0;
+    raise_status(state, status, progress.op, device);
     return -1;
 }
 
@@ -370,8 +386,8 @@ static PyObject *stream_do_synchronize(PyObject *self, PyObject *unused)
 {
     (void)unused;
     StreamWork work = {.stream = stream_of(self)};
-    if (carry_out(state_of(Py_TYPE(self)), do_stream_synchronize, &work, "synchronize",
-                  stream_device(work.stream)) < 0)
+    if (wait_out(state_of(Py_TYPE(self)), do_stream_synchronize, &work,
+                 stream_device(work.stream)) < 0)
         return NULL;
     Py_RETURN_NONE;
 }
@@ -533,6 +549,7 @@ static PyMethodDef stream_type_methods[] = {
     {"synchronize", stream_do_synchronize, METH_NOARGS,
      "synchronize($self)\n--\n\n"
      "Wait until all that is queued on the stream is done.\n\n"
+     "A signal whose handler raises, such as Ctrl-C, ends the wait, and what is queued goes on.\n\n"
      "Raises\n------\nIndexError\n"
      "    If an operator on this stream met an index outside its axis, in mode 'raise', and that\n"
      "    was not raised yet. Of several such calls since somebody last waited for the stream, "
@@ -691,8 +708,8 @@ static PyObject *event_do_synchronize(PyObject *self, PyObject *unused)
     (void)unused;
     const EventObject *event = (EventObject *)self;
     StreamWork work = {.event = event->event};
-    if (carry_out(state_of(Py_TYPE(self)), do_event_synchronize, &work, "synchronize",
-                  event_device(event->event)) < 0)
+    if (wait_out(state_of(Py_TYPE(self)), do_event_synchronize, &work, event_device(event->event)) <
+        0)
         return NULL;
     Py_RETURN_NONE;
 }
@@ -759,6 +776,7 @@ static PyMethodDef event_type_methods[] = {
     {"synchronize", event_do_synchronize, METH_NOARGS,
      "synchronize($self)\n--\n\n"
      "Wait until all that was queued before the event is done.\n\n"
+     "A signal whose handler raises, such as Ctrl-C, ends the wait, and what is queued goes on.\n\n"
      "Raises\n------\nIndexError\n"
      "    If an operator on its stream met an index outside its axis, in mode 'raise', and that\n"
      "    was not raised yet: the first of these, as in `Stream.synchronize`.\n"
@@ -858,7 +876,7 @@ static PyObject *synchronize_device(PyObject *module, PyObject *args, PyObject *
     StreamWork work = {.stream = NULL};
     if (!PyArg_ParseTupleAndKeywords(args, keywords, "|O:synchronize", names, &device)) return NULL;
     if (read_ordinal(state, device, "synchronize", &work.device) < 0 ||
-        carry_out(state, do_device_synchronize, &work, "synchronize", work.device) < 0)
+        wait_out(state, do_device_synchronize, &work, work.device) < 0)
         return NULL;
     Py_RETURN_NONE;
 }
@@ -879,6 +897,8 @@ PyMethodDef stream_methods[] = {
     {"synchronize", (PyCFunction)(void (*)(void))synchronize_device, METH_VARARGS | METH_KEYWORDS,
      "synchronize($module, device=None)\n--\n\n"
      "Wait until all that is queued on a GPU is done, on every stream.\n\n"
+     "A signal whose handler raises, such as Ctrl-C, ends the wait for streams that gpuops knows,\n"
+     "and what is queued goes on.\n\n"
      "Parameters\n----------\n"
      "device : optional\n"
      "    The GPU, see `gpuops.device`; by default the one on which new arrays are made.\n\n"

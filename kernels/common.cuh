@@ -6,6 +6,7 @@
 #include "gpuops.h"
 
 #include <string.h>
+#include <time.h>
 
 /* GPUOPS_CUDA=0 compiles the same files as C++: the CPU-only wheel, and what sanitizers run. */
 #ifdef __CUDACC__
@@ -83,6 +84,13 @@ void cuda_notice(cudaError_t code);
         cudaError_t code_ = (call);                                                                \
         if (__builtin_expect(code_ != cudaSuccess, 0)) return cuda_status(code_, #call);           \
     } while (0)
+
+static inline int64_t microseconds(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec * 1000000 + now.tv_nsec / 1000;
+}
 
 /* memory.cu: while any stream of the process is captured, CUDA forbids some calls to the careless,
  * and spoils the capture. Between these two they do no harm. Where even the first one fails, the
@@ -340,6 +348,13 @@ Status open_report(const Call *call, int64_t axis_size, IndexReport *report);
 Status await_named_stream(const Call *call);
 /* Waits for a stream, and looks at no slot. */
 Status stream_drain(void *stream);
+/* The same for a stream of the device that is current, on behalf of a caller who may give up: the
+ * watch, if there is one, is asked now and then whether to go on. STATUS_INTERRUPTED: it is not to,
+ * and what is queued goes on without the caller. */
+Status stream_await(Stream *stream, Watch *watch);
+/* pipeline.cu: asks whether to go on, and makes the device current again after that. Without
+ * bytes there is nothing to tell of. */
+Status ask_watch(Watch *watch, int device, int64_t done_bytes, int64_t bytes);
 bool launches_block(void);
 
 Status launch_kernel(const void *kernel, Grid grid, void **arguments, void *stream);

@@ -390,13 +390,15 @@ static Status to_host(const View *target, const View *source, Stream *stream)
     return last;
 }
 
-static Status copy_in_order(const View *target, const View *source, Stream *stream)
+static Status copy_in_order(const View *target, const View *source, Stream *stream, Watch *watch)
 {
     const bool from_host = source->device == DEVICE_CPU, to_host_too = target->device == DEVICE_CPU;
     Status status = from_host ? STATUS_OK : begin_reading(source, stream);
     if (status == STATUS_OK && !to_host_too) status = begin_writing(target, stream);
     if (status == STATUS_OK && to_host_too && stream_is_capturing(stream))
         status = refuse_capture("to_host");
+    /* The driver would wait in the middle of the copy, from which nobody could call it back. */
+    if (status == STATUS_OK && to_host_too && watch != NULL) status = stream_await(stream, watch);
     if (status != STATUS_OK) return status;
     if (view_bytes(target) == 0 && !to_host_too)
         return STATUS_OK;
@@ -411,12 +413,12 @@ static Status copy_in_order(const View *target, const View *source, Stream *stre
     return status;
 }
 
-Status copy_view(const View *target, const View *source, Stream *stream)
+Status copy_view(const View *target, const View *source, Stream *stream, Watch *watch)
 {
     int previous;
     Status status = device_enter(stream->device, &previous);
     if (status != STATUS_OK) return status;
-    status = copy_in_order(target, source, stream);
+    status = copy_in_order(target, source, stream, watch);
     device_leave(stream->device, previous);
     memory_settle();
     return status;
@@ -466,7 +468,7 @@ static Status none(void)
     return cuda_device_count(&count);
 }
 
-Status copy_view(const View *, const View *, Stream *)
+Status copy_view(const View *, const View *, Stream *, Watch *)
 {
     return none();
 }

@@ -186,7 +186,8 @@ typedef enum WorkKind {
 typedef enum Precision { PRECISION_FULL, PRECISION_TF32 } Precision;
 
 /* Somebody who is asked now and then, by calls that go through large arrays in parts, whether to go
- * on, and is told how many of the operands' bytes are done. */
+ * on, and is told how many of the operands' bytes are done; and by calls that wait, of no bytes. A
+ * wait that is given up leaves all that is queued as it is. */
 typedef struct Watch {
     bool (*look)(struct Watch *watch, int64_t done_bytes, int64_t bytes);
     bool sees_ends; /* also before the first part and after the last */
@@ -306,7 +307,7 @@ bool stream_try_release(Stream *stream);
 Stream *stream_that_lasts(Stream *stream);
 uintptr_t stream_handle(const Stream *stream); /* 1 for the legacy default stream, never 0 */
 int stream_device(const Stream *stream);
-Status stream_synchronize(Stream *stream);
+Status stream_synchronize(Stream *stream, Watch *watch);
 Status stream_query(Stream *stream, bool *done);
 /* Everything that is queued on waiting after this comes after all that is queued on awaited now.
  * Nothing is done while waiting is captured into a graph and awaited is not. */
@@ -314,7 +315,7 @@ Status stream_wait(Stream *waiting, Stream *awaited);
 /* The same for somebody who asks for it: a capture takes in who waits for it, and a captured stream
  * that is to wait for another one is refused, since nothing could be done. */
 Status stream_wait_as_told(Stream *waiting, Stream *awaited);
-Status device_synchronize(int device);
+Status device_synchronize(int device, Watch *watch);
 
 /* Events. */
 typedef struct Event Event;
@@ -322,7 +323,7 @@ Status event_create(int device, bool timing, bool blocking_sync, Event **event);
 void event_destroy(Event *event);
 Status event_record(Event *event, Stream *stream);
 Status event_query(Event *event, bool *done); /* done where it was never recorded, as CUDA has it */
-Status event_synchronize(Event *event);
+Status event_synchronize(Event *event, Watch *watch);
 Status event_elapsed(Event *start, Event *end, float *milliseconds);
 Status event_wait(Event *event, Stream *waiting);
 int event_device(const Event *event);
@@ -390,8 +391,9 @@ void runtime_shut_down(void);
 
 /* Copies elements between views of the same shape and item_bytes, any strides, on the host or on
  * any device. Where the host takes part, the copy is done when this returns, and so is everything
- * queued on the stream before, with its bad indices raised as stream_synchronize does. */
-Status copy_view(const View *target, const View *source, Stream *stream);
+ * queued on the stream before, with its bad indices raised as stream_synchronize does. For a copy
+ * to the host, a watch may end the wait for what comes before it. */
+Status copy_view(const View *target, const View *source, Stream *stream, Watch *watch);
 /* Sets every element of a view on a device to one item. */
 Status fill_view_with(const View *target, const void *item, Stream *stream);
 
@@ -606,10 +608,12 @@ typedef struct Launch {
     void **values; /* for each parameter, where its bytes are */
     LaunchArray *arrays;
     int array_count;
+    Watch *watch;
 } Launch;
 
 /* Queues a launch in the order of the arrays. Where one on the host is written, or is used in place
- * because it is page-locked, it waits until that is done. */
+ * because it is page-locked, it waits until that is done; only what is used in place keeps the
+ * watch from ending that. */
 Status kernel_launch(const Launch *launch);
 
 /* The worker pool of the CPU backend and of transfers: function is called with ranges that together

@@ -344,7 +344,7 @@ static Status measure_on_gpu(const Areas &areas, double *rates)
         const auto run = [&](int runs) {
             Status done = STATUS_OK;
             for (int i = 0; i < runs && done == STATUS_OK; i++) done = run_call(&call);
-            return done == STATUS_OK ? stream_synchronize(areas.stream) : done;
+            return done == STATUS_OK ? stream_synchronize(areas.stream, NULL) : done;
         };
         if (status == STATUS_OK) status = fastest([&] { return run(1); }, &one);
         several = one * (1 + RUNS);
@@ -364,8 +364,8 @@ static Status time_copy(const Areas &to, const Areas &from, int64_t bytes, doubl
          source = view_of(from, from.operands, DTYPE_INT8, 1, &bytes);
     Stream *stream = to.stream != NULL ? to.stream : from.stream;
     const auto run = [&] {
-        const Status status = copy_view(&target, &source, stream);
-        return status == STATUS_OK ? stream_synchronize(stream) : status;
+        const Status status = copy_view(&target, &source, stream, NULL);
+        return status == STATUS_OK ? stream_synchronize(stream, NULL) : status;
     };
     return fastest(run, seconds);
 }
@@ -418,7 +418,7 @@ static Status upload(const Areas &areas, char *to, const Areas &host, char *from
 {
     View target = view_of(areas, to, DTYPE_INT8, 1, &bytes),
          source = view_of(host, from, DTYPE_INT8, 1, &bytes);
-    return copy_view(&target, &source, areas.stream);
+    return copy_view(&target, &source, areas.stream, NULL);
 }
 
 /* To load a kernel takes much longer than to run it, and is over when it has been run once. */
@@ -436,7 +436,7 @@ static Status load_kernels(const Areas &host, const Areas &areas)
         if (status == STATUS_OK) status = run_call(&call);
         if (status == STATUS_OK) status = run_whole(op, host, areas, BRIEF);
     }
-    return status == STATUS_OK ? stream_synchronize(areas.stream) : status;
+    return status == STATUS_OK ? stream_synchronize(areas.stream, NULL) : status;
 }
 
 /* What the model has for the copies of a call. */
@@ -542,7 +542,7 @@ static Status measure_with_gpu(const Areas &host, const Areas &far, int device, 
     /* Nothing may still be at work on memory that is about to go. */
     const Failure first = status == STATUS_OK ? Failure() : *last_failure();
     if (areas.stream != NULL && status != STATUS_OK) {
-        (void)stream_synchronize(areas.stream);
+        (void)stream_synchronize(areas.stream, NULL);
         status = fail_cuda(status, first.cuda_code, first.cuda_name, first.text);
     }
     if (memory != NULL) memory_release(memory);

@@ -348,7 +348,7 @@ static Status finish(const Launch *launch, int i, const Prepared *prepared, bool
                                    : end_reading(array->view, launch->stream);
     if (prepared->copy == NULL) return status;
     if (launched && is_written_through(launch, i))
-        status = copy_view(array->view, &prepared->there, launch->stream);
+        status = copy_view(array->view, &prepared->there, launch->stream, launch->watch);
     memory_release(prepared->copy);
     return status;
 }
@@ -365,7 +365,7 @@ static Status run(const Launch *launch)
     if (stream_is_capturing(launch->stream))
         __atomic_store_n(&module->captured, true, __ATOMIC_RELAXED);
     else if (launches_block())
-        status = stream_drain(launch->stream->handle);
+        status = stream_await(launch->stream, launch->watch);
     return status;
 }
 
@@ -390,7 +390,7 @@ static Status launch_in_order(const Launch *launch, Prepared *prepared)
     bool in_place = false;
     for (int i = 0; i < ready; i++) {
         in_place = in_place || prepared[i].in_place;
-        note(finish(launch, i, &prepared[i], launched));
+        note(finish(launch, i, &prepared[i], launched && status != STATUS_INTERRUPTED));
     }
     const Status last = in_place ? stream_drain(launch->stream->handle) : STATUS_OK;
     note(last);

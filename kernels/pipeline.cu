@@ -19,7 +19,6 @@
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
-#include <time.h>
 
 Cut cut_loops(const int64_t *counts, int ndim, int64_t most)
 {
@@ -327,32 +326,25 @@ static Status begin_down(Pipeline *pipeline, int64_t number)
                               pipeline->lanes->down->handle);
 }
 
-static int64_t microseconds(void)
-{
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return now.tv_sec * 1000000 + now.tv_nsec / 1000;
-}
-
 /* Whoever is asked may do anything in between, also make another device current. */
-static Status look(const Call *call, int64_t done_bytes, int64_t bytes)
+Status ask_watch(Watch *watch, int device, int64_t done_bytes, int64_t bytes)
 {
-    const bool goes_on = call->watch->look(call->watch, done_bytes, bytes);
+    const bool goes_on = watch->look(watch, done_bytes, bytes);
     int before;
-    const Status status = device_enter(call->device, &before);
+    const Status status = device_enter(device, &before);
     if (goes_on) return status;
-    return fail(STATUS_INTERRUPTED, "the call was ended between two parts");
+    return fail(STATUS_INTERRUPTED, "the call was ended before it was done");
 }
 
 Status look_now_and_then(const Call *call, int64_t done_bytes, int64_t bytes, int64_t *looked)
 {
-    const Watch *watch = call->watch;
+    Watch *watch = call->watch;
     if (watch == NULL || runtime_is_leaving()) return STATUS_OK;
     if (*looked == 0) *looked = microseconds();
     const bool is_end = done_bytes == 0 || done_bytes == bytes;
     const bool is_time = microseconds() - *looked >= LOOK_MICROSECONDS;
     if (!(is_end ? watch->sees_ends : is_time)) return STATUS_OK;
-    const Status status = look(call, done_bytes, bytes);
+    const Status status = ask_watch(watch, call->device, done_bytes, bytes);
     *looked = microseconds();
     return status;
 }

@@ -17,7 +17,7 @@ Status open_report(const Call *call, int64_t axis_size, IndexReport *report)
 
 Status await_named_stream(const Call *call)
 {
-    return call->stream == NULL ? STATUS_OK : stream_drain(call->stream->handle);
+    return call->stream == NULL ? STATUS_OK : stream_await(call->stream, call->watch);
 }
 
 static bool is_to_be_cast(const Call *call, const View *input, int i)
@@ -148,7 +148,7 @@ static Status run_in_order(Call *call)
     }
     if (status == STATUS_OK) status = call->op->run(call);
     if (status == STATUS_OK && launches_block() && call->slot < 0 && !stream_is_capturing(stream)) {
-        status = stream_drain(stream->handle);
+        status = stream_await(stream, call->watch);
         if (status == STATUS_OK) status = slot_check(stream, stream->slot, false);
     }
     if (status == STATUS_OK && fresh != NULL)
@@ -196,7 +196,7 @@ static Status run_through_device(Call *call)
         status = slot_check(call->stream, call->slot, false);
     slot_give(call->device, call->slot, status != STATUS_OK);
     call->slot = -1;
-    if (status == STATUS_OK) status = copy_view(&out, &call->out, call->stream);
+    if (status == STATUS_OK) status = copy_view(&out, &call->out, call->stream, NULL);
     memory_release(call->out.memory);
     view_copy(&call->out, &out);
     return status;

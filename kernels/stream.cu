@@ -15,7 +15,9 @@
 struct Event {
     cudaEvent_t handle;
     int device;
-    Stream *stream; /* on which it was recorded last, held */
+    bool sleeps;         /* who waits for it leaves the core to others */
+    unsigned recordings; /* so far */
+    Stream *stream;      /* on which it was recorded last, held */
 };
 
 enum { SLOTS = 4096, STORED_EVENTS = 64 };
@@ -286,6 +288,111 @@ Status stream_drain(void *stream)
     return STATUS_OK;
 }
 
+/* Waits that may be given up. CUDA's own cannot be, and so it is asked over and over instead, at
+ * first as fast as it answers: CUDA does the same. */
+
+constexpr int64_t WATCH_MICROSECONDS = 25000; /* from one look of the watch to the next */
+/* What a wait may be longer than it has to be: one part in so many. Asking all the time would keep
+ * other threads from the driver's locks. */
+constexpr int64_t SHARE = 128;
+/* The system wakes nobody sooner, and for less the core is kept busy, as CUDA does. */
+constexpr int64_t LEAST_SLEEP_MICROSECONDS = 100;
+constexpr int64_t MOST_SLEEP_MICROSECONDS = 1000;
+/* About those of the first 5 ms: after these an event is asked for, behind what is queued by then,
+ * since others may queue more for ever. */
+constexpr int QUESTIONS_TO_THE_STREAM = 500;
+
+enum Answer { DONE, NOT_YET, NO_ANSWER };
+
+/* Errors are for the call that waits after this: it meets them again, or they have passed. */
+static Answer answer_of(cudaError_t code)
+{
+    cuda_ignore(code);
+    return code == cudaSuccess ? DONE : code == cudaErrorNotReady ? NOT_YET : NO_ANSWER;
+}
+
+static Answer ask_event(cudaEvent_t event)
+{
+    Answer answer = NO_ANSWER;
+    in_spite_of_captures([&] { answer = answer_of(cudaEventQuery(event)); });
+    return answer;
+}
+
+static void pause_in_wait(int64_t waited, bool sleeps)
+{
+    int64_t time = waited / SHARE;
+    if (time > MOST_SLEEP_MICROSECONDS) time = MOST_SLEEP_MICROSECONDS;
+    if (sleeps && time < LEAST_SLEEP_MICROSECONDS) time = LEAST_SLEEP_MICROSECONDS;
+    if (time >= LEAST_SLEEP_MICROSECONDS) {
+        const struct timespec pause = {0, time * 1000};
+        (void)nanosleep(&pause, NULL);
+    } else if (time > 0) {
+        const int64_t end = microseconds() + time;
+        while (microseconds() < end) continue;
+    }
+}
+
+/* Asks until there is another answer than NOT_YET, on the device that is current. *done: it was
+ * DONE; if not, CUDA's own wait is to follow. */
+template <class Ask>
+static Status ask_until_done(Watch *watch, int device, bool sleeps, bool *done, const Ask &ask)
+{
+    *done = false;
+    if (watch == NULL) return STATUS_OK;
+    Answer answer = ask();
+    if (answer == NOT_YET) {
+        const int64_t begin = microseconds();
+        int64_t looked = begin;
+        do {
+            const int64_t now = microseconds();
+            if (now - looked >= WATCH_MICROSECONDS && !runtime_is_leaving()) {
+                const Status status = ask_watch(watch, device, 0, 0);
+                if (status != STATUS_OK) return status;
+                looked = microseconds();
+            }
+            pause_in_wait(now - begin, sleeps);
+            answer = ask();
+        } while (answer == NOT_YET);
+    }
+    *done = answer == DONE;
+    return STATUS_OK;
+}
+
+/* NULL where there is none to be had. */
+static cudaEvent_t mark_end(const Stream *stream)
+{
+    cudaEvent_t event = NULL;
+    if (event_take(stream->device, &event) != STATUS_OK) return NULL;
+    const cudaError_t code = cudaEventRecord(event, stream->handle);
+    cuda_ignore(code);
+    if (code == cudaSuccess) return event;
+    event_give(stream->device, event);
+    return NULL;
+}
+
+static Status ask_stream_until_done(const Stream *stream, Watch *watch, bool *done)
+{
+    int questions = 0;
+    cudaEvent_t end = NULL;
+    Status status = ask_until_done(watch, stream->device, false, done, [&] {
+        if (end != NULL) return ask_event(end);
+        if (stream_is_capturing(stream)) return NO_ANSWER; /* the question would spoil it */
+        if (questions++ < QUESTIONS_TO_THE_STREAM)
+            return answer_of(cudaStreamQuery(stream->handle));
+        end = mark_end(stream);
+        return end == NULL ? NO_ANSWER : NOT_YET;
+    });
+    if (end != NULL) event_give(stream->device, end);
+    return status;
+}
+
+Status stream_await(Stream *stream, Watch *watch)
+{
+    bool done;
+    Status status = ask_stream_until_done(stream, watch, &done);
+    return status == STATUS_OK && !done ? stream_drain(stream->handle) : status;
+}
+
 /* Calls function on a device, which is current meanwhile. */
 template <class Function>
 static Status on_device(int device, const Function &function)
@@ -307,11 +414,11 @@ Status refuse_capture(const char *what)
         what);
 }
 
-Status stream_synchronize(Stream *stream)
+Status stream_synchronize(Stream *stream, Watch *watch)
 {
     Status status = on_device(stream->device, [&] {
         if (stream_is_capturing(stream)) return refuse_capture("synchronize");
-        Status drained = stream_drain(stream->handle);
+        Status drained = stream_await(stream, watch);
         return drained == STATUS_OK ? slot_check(stream, stream->slot, true) : drained;
     });
     memory_settle();
@@ -351,10 +458,24 @@ static unsigned long long noted_call(const Stream *stream)
     return call == 0 ? ~0ull : call;
 }
 
-Status device_synchronize(int device)
+/* A device cannot be asked: its streams are, as far as they are known. */
+static Status await_streams(int device, Watch *watch)
+{
+    bool done;
+    if (watch == NULL || device_is_captured(device)) return STATUS_OK;
+    Status status = ask_stream_until_done(legacy_stream(device), watch, &done);
+    for_each_held_stream(device, [&](Stream *stream) {
+        if (status == STATUS_OK) status = ask_stream_until_done(stream, watch, &done);
+    });
+    return status;
+}
+
+Status device_synchronize(int device, Watch *watch)
 {
     Status status = on_device(device, [&]() -> Status {
         if (device_is_capturing(device)) return refuse_capture("synchronize");
+        Status awaited = await_streams(device, watch);
+        if (awaited != STATUS_OK) return awaited;
         CUDA_TRY(cudaDeviceSynchronize());
         /* The first of all is told of now, and the others at the next times. */
         Stream *first = legacy_stream(device);
@@ -442,6 +563,7 @@ Status event_create(int device, bool timing, bool blocking_sync, Event **event)
     *event = static_cast<Event *>(calloc(1, sizeof **event));
     if (*event == NULL) return fail(STATUS_MEMORY_ERROR, "out of host memory for an event");
     (*event)->device = device;
+    (*event)->sleeps = blocking_sync;
     const unsigned flags = (timing ? cudaEventDefault : cudaEventDisableTiming) |
                            (blocking_sync ? cudaEventBlockingSync : 0);
     Status status = on_device(device, [&] {
@@ -480,6 +602,7 @@ Status event_record(Event *event, Stream *stream)
     pthread_mutex_lock(&lock);
     Stream *before = event->stream;
     event->stream = stream_hold(stream);
+    __atomic_add_fetch(&event->recordings, 1, __ATOMIC_RELAXED);
     pthread_mutex_unlock(&lock);
     if (before != NULL) stream_release(before);
     return STATUS_OK;
@@ -505,10 +628,18 @@ Status event_query(Event *event, bool *done)
     });
 }
 
-Status event_synchronize(Event *event)
+/* Where others record it meanwhile, over and over, asking might never come to an end. */
+Status event_synchronize(Event *event, Watch *watch)
 {
     return on_device(event->device, [&]() -> Status {
-        CUDA_TRY(cudaEventSynchronize(event->handle));
+        const unsigned recordings = __atomic_load_n(&event->recordings, __ATOMIC_RELAXED);
+        bool done;
+        Status awaited = ask_until_done(watch, event->device, event->sleeps, &done, [&] {
+            const unsigned now = __atomic_load_n(&event->recordings, __ATOMIC_RELAXED);
+            return now == recordings ? ask_event(event->handle) : NO_ANSWER;
+        });
+        if (awaited != STATUS_OK) return awaited;
+        if (!done) CUDA_TRY(cudaEventSynchronize(event->handle));
         Stream *stream = event_stream(event);
         if (stream == NULL) return STATUS_OK;
         Status status = slot_check(stream, stream->slot, true);
@@ -769,7 +900,7 @@ int stream_device(const Stream *)
     return DEVICE_CPU;
 }
 
-Status stream_synchronize(Stream *)
+Status stream_synchronize(Stream *, Watch *)
 {
     return none();
 }
@@ -789,7 +920,7 @@ Status stream_wait_as_told(Stream *, Stream *)
     return none();
 }
 
-Status device_synchronize(int)
+Status device_synchronize(int, Watch *)
 {
     return none();
 }
@@ -811,7 +942,7 @@ Status event_query(Event *, bool *)
     return none();
 }
 
-Status event_synchronize(Event *)
+Status event_synchronize(Event *, Watch *)
 {
     return none();
 }

@@ -14,7 +14,6 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
-#include <time.h>
 
 int64_t box_items(const Box &box)
 {
@@ -805,13 +804,6 @@ static Status advance_all(Crew *crew, bool *moved)
          transfer = transfer->next)
         status = advance(transfer, moved);
     return status;
-}
-
-static int64_t microseconds(void)
-{
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return now.tv_sec * 1000000 + now.tv_nsec / 1000;
 }
 
 static bool is_sent(const Transfer &transfer)

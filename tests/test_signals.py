@@ -5,6 +5,7 @@ Everything runs in processes of its own: a signal that comes late must not hit t
 
 import pytest
 from helpers import run_child
+from rtc import open_nvrtc
 
 BEGIN = """
 import gc, os, random, signal, sys, threading, time
@@ -91,7 +92,6 @@ def work():
         time.sleep(10)
     except KeyboardInterrupt:
         assert time.monotonic() - sent[0] < 10
-        assert stream.query()
         assert (results[-1].to_host() == expected).all() and (big.to_host() == 39).all()
         return
     raise AssertionError("no KeyboardInterrupt")
@@ -116,6 +116,255 @@ WAITS = {
 def test_keyboard_interrupt_of_a_wait(gpu, name):
     source = BEGIN + PENDING.replace("WAIT", WAITS[name])
     assert run_child(gpu.gpuops, source, GPUOPS_DEVICE="cuda:0") == "done\n"
+
+
+# The GPU is at work for much longer than anybody has to wait for the exception. What is queued is
+# done all the same, in its order, and whoever waits once more finds it so.
+BEHIND_A_LONG_KERNEL = """
+import copy, pickle
+from pathlib import Path
+from faults.fake import Fake
+fake = Fake(Path(gpuops.__path__[0]).parent / "cudart")
+fake.set_scheduler("lazy")
+SECONDS = 3.0
+
+def interrupted(call):
+    begin = time.monotonic()
+    interrupt_after(0.2)
+    try:
+        call()
+    except KeyboardInterrupt:
+        return time.monotonic() - begin
+    raise AssertionError("no KeyboardInterrupt")
+
+def work():
+    stream, other = gpuops.Stream(), gpuops.Stream()
+    with stream:
+        source, places = gpuops.to_device(x), gpuops.to_device(indices)
+        bad, out = gpuops.to_device([1 << 16]), gpuops.empty(1, int)
+        stream.synchronize()
+        queued = time.monotonic()
+        fake.take_time(stream.ptr, SECONDS)
+        result = gpuops.gather(source, places)
+        event = gpuops.Event(blocking_sync=BLOCKING)
+        event.record()
+    gpuops.gather(source, bad, out=out, stream=stream)
+    late = interrupted(lambda: WAIT)
+    assert late < 1, f"{late:.2f} s"
+    assert not stream.query() and not event.query()
+    # Nobody else has memory that the kernels behind the long one are to use.
+    used = [result.ptr, places.ptr]
+    copied = result.copy(stream=stream)
+    del result, places
+    gc.collect()
+    assert not {gpuops.zeros(x.size, int, stream=other).ptr for _ in range(4)} & {*used}
+    assert not stream.query()
+    # The bad index is told of once.
+    try:
+        stream.synchronize()
+    except IndexError as error:
+        assert str(1 << 16) in str(error)
+    else:
+        raise AssertionError("no IndexError")
+    assert time.monotonic() - queued > SECONDS
+    assert stream.query() and event.query()
+    stream.synchronize()
+    event.synchronize()
+    assert (copied.to_host() == expected).all()
+
+work()
+gc.collect()
+gpuops.synchronize()
+assert gpuops.memory_info().used == 0
+all_is_well()
+print("done")
+"""
+
+LONG_WAITS = {
+    "synchronize": "stream.synchronize()",
+    "an event": "event.synchronize()",
+    "the device": "gpuops.synchronize()",
+    "to_host": "result.to_host()",
+    "to_host behind another stream": "result.to_host(stream=other)",
+    "to_host of every other element": "result[::2].to_host()",
+    "to_host into page-locked memory": "result.to_host(out=gpuops.pinned_empty(x.shape, int))",
+    "repr": "repr(result)",
+    "pickle": "pickle.dumps(result)",
+    "deepcopy": "copy.deepcopy(result)",
+    "DLPack": "np.from_dlpack(result, device='cpu')",
+    "a call between host arrays": "gpuops.gather(x, indices, stream=stream)",
+}
+
+
+@pytest.mark.parametrize("name", LONG_WAITS)
+def test_keyboard_interrupt_behind_a_long_kernel(fake, name):
+    source = BEGIN + BEHIND_A_LONG_KERNEL.replace("WAIT", LONG_WAITS[name])
+    source = source.replace("BLOCKING", str(name == "an event"))
+    assert run_child(fake.gpuops, source, GPUOPS_DEVICE="cuda:0") == "done\n"
+
+
+# With GPUOPS_LAUNCH_BLOCKING=1 the call of an operator is such a wait.
+BLOCKING_CALL = """
+from pathlib import Path
+from faults.fake import Fake
+fake = Fake(Path(gpuops.__path__[0]).parent / "cudart")
+fake.set_scheduler("lazy")
+stream = gpuops.Stream()
+source, places = (gpuops.to_device(array, stream=stream) for array in (x, indices))
+out = gpuops.empty(x.shape, int, stream=stream)
+fake.take_time(stream.ptr, 2)
+begin = time.monotonic()
+interrupt_after(0.2)
+try:
+    gpuops.gather(source, places, out=out, stream=stream)
+except KeyboardInterrupt:
+    assert time.monotonic() - begin < 1 and not stream.query()
+else:
+    raise AssertionError("no KeyboardInterrupt")
+assert (out.to_host() == expected).all() and time.monotonic() - begin > 1.9
+all_is_well()
+print("done")
+"""
+
+
+def test_keyboard_interrupt_of_a_call_that_blocks(fake):
+    environment = {"GPUOPS_DEVICE": "cuda:0", "GPUOPS_LAUNCH_BLOCKING": "1"}
+    assert run_child(fake.gpuops, BEGIN + BLOCKING_CALL, **environment) == "done\n"
+
+
+# A kernel of one's own writes to an array on the host: the launch is what waits.
+LAUNCH = """
+from pathlib import Path
+from faults.fake import Fake
+from rtc import SAXPY, SAXPY_TYPES, cubin, own_architecture, saxpy_twin
+fake = Fake(Path(gpuops.__path__[0]).parent / "cudart")
+code, _ = cubin(gpuops, SAXPY, own_architecture(gpuops))
+saxpy = gpuops._core._load_module(code, {"saxpy": ("saxpy", SAXPY_TYPES)}, 0, {})["saxpy"]
+fake.set_scheduler("lazy")
+stream, x, y = gpuops.Stream(), np.ones(100, np.float32), np.zeros(100, np.float32)
+x, y = (PLACE(array, stream=stream) for array in (x, y))
+with fake.twin("saxpy", saxpy_twin):
+    fake.take_time(stream.ptr, 2)
+    begin = time.monotonic()
+    interrupt_after(0.2)
+    try:
+        saxpy[1, 128, stream](2, x, y, 100)
+    except KeyboardInterrupt:
+        assert time.monotonic() - begin < 1 and not stream.query()
+    else:
+        raise AssertionError("no KeyboardInterrupt")
+    stream.synchronize()
+    assert time.monotonic() - begin > 1.9
+    saxpy[1, 128, stream](2, x, y, 100)
+    del x
+    gpuops.synchronize()
+print(EXPECTED)
+"""
+
+
+@pytest.mark.parametrize(
+    "place, expected, blocks",
+    [
+        ("lambda array, stream: array", "y.max()", "0"),
+        ("gpuops.to_device", "y.to_host().max()", "1"),
+    ],
+    ids=["arrays on the host", "arrays on the device, with launches that block"],
+)
+def test_keyboard_interrupt_of_a_launch(fake, place, expected, blocks):
+    open_nvrtc(fake.gpuops)
+    source = BEGIN + LAUNCH.replace("PLACE", f"({place})").replace("EXPECTED", expected)
+    environment = {"GPUOPS_DEVICE": "cuda:0", "GPUOPS_LAUNCH_BLOCKING": blocks}
+    # What was launched before the exception has changed what is on the device, and nothing else.
+    assert run_child(fake.gpuops, source, **environment) == ("2.0\n" if blocks == "0" else "4.0\n")
+
+
+# Threads that are still waiting when the process ends do not keep it, or spoil its end.
+EXIT = """
+from pathlib import Path
+from faults.fake import Fake
+fake = Fake(Path(gpuops.__path__[0]).parent / "cudart")
+fake.set_scheduler("lazy")
+streams = [gpuops.Stream() for _ in range(8)]
+for stream in streams:
+    d = gpuops.zeros(1, stream=stream)
+    fake.take_time(stream.ptr, 1)
+    for wait in (stream.synchronize, stream.record().synchronize, d.to_host, gpuops.synchronize):
+        threading.Thread(target=wait, daemon=True).start()
+time.sleep(0.1)
+print("done", flush=True)
+"""
+
+
+def test_the_process_ends_while_threads_wait(fake):
+    assert run_child(fake.gpuops, BEGIN + EXIT, GPUOPS_DEVICE="cuda:0") == "done\n"
+
+
+# A thread that waits for what is queued is not kept by those who go on to queue more.
+QUEUED_MEANWHILE = """
+from pathlib import Path
+from faults.fake import Fake
+fake = Fake(Path(gpuops.__path__[0]).parent / "cudart")
+fake.set_scheduler("lazy")
+stream, over = gpuops.Stream(), threading.Event()
+d, event = gpuops.zeros(1, stream=stream), gpuops.Event()
+stream.synchronize()
+
+def go_on():
+    while not over.is_set():
+        for _ in range(20):
+            d.fill(1, stream=stream)
+            event.record(stream)
+        time.sleep(0.001)
+
+thread = threading.Thread(target=go_on)
+thread.start()
+for wait in stream.synchronize, event.synchronize, gpuops.synchronize, d.to_host:
+    fake.run()
+    fake.take_time(stream.ptr, 0.2)
+    wait()
+assert thread.is_alive()
+over.set()
+thread.join()
+print("done")
+"""
+
+
+def test_a_wait_ends_though_more_is_queued(fake):
+    assert run_child(fake.gpuops, BEGIN + QUEUED_MEANWHILE, GPUOPS_DEVICE="cuda:0") == "done\n"
+
+
+# What a signal's handler does in the middle of a wait is not undone, and the wait goes on.
+HANDLED = """
+from pathlib import Path
+from faults.fake import Fake
+fake = Fake(Path(gpuops.__path__[0]).parent / "cudart")
+fake.set_scheduler("lazy")
+stream, seen = gpuops.Stream(), []
+
+def handler(number, frame):
+    fake.library.cudaSetDevice(1)  # as other libraries do
+    seen.append((stream.query(), gpuops.gather(x, indices)))
+
+signal.signal(signal.SIGINT, handler)
+event, d = gpuops.Event(), gpuops.to_device(x, stream=stream)
+for wait in stream.synchronize, event.synchronize, gpuops.synchronize, d.to_host:
+    fake.take_time(stream.ptr, 0.5)
+    begin = time.monotonic()
+    event.record(stream)
+    interrupt_after(0.1)
+    wait()
+    seconds = time.monotonic() - begin
+    assert 0.49 <= seconds < 5 and event.query(), seconds
+    done, result = seen.pop()
+    assert not done and (result == expected).all() and not seen
+    fake.library.cudaSetDevice(0)
+all_is_well()
+print("done")
+"""
+
+
+def test_a_wait_goes_on_after_a_handler(fake):
+    assert run_child(fake.gpuops, BEGIN + HANDLED, GPUOPS_DEVICE="cuda:0") == "done\n"
 
 
 # Whatever a call was doing when a signal came, its operands and callbacks are those of a call that
