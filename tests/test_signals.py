@@ -150,7 +150,7 @@ def work():
         event.record()
     gpuops.gather(source, bad, out=out, stream=stream)
     late = interrupted(lambda: WAIT)
-    assert late < 1, f"{late:.2f} s"
+    assert late < SECONDS - 1, f"{late:.2f} s"
     assert not stream.query() and not event.query()
     # Nobody else has memory that the kernels behind the long one are to use.
     used = [result.ptr, places.ptr]
@@ -218,7 +218,7 @@ interrupt_after(0.2)
 try:
     gpuops.gather(source, places, out=out, stream=stream)
 except KeyboardInterrupt:
-    assert time.monotonic() - begin < 1 and not stream.query()
+    assert time.monotonic() - begin < 1.5 and not stream.query()
 else:
     raise AssertionError("no KeyboardInterrupt")
 assert (out.to_host() == expected).all() and time.monotonic() - begin > 1.9
@@ -250,7 +250,7 @@ with fake.twin("saxpy", saxpy_twin):
     try:
         saxpy[1, 128, stream](2, x, y, 100)
     except KeyboardInterrupt:
-        assert time.monotonic() - begin < 1 and not stream.query()
+        assert time.monotonic() - begin < 1.5 and not stream.query()
     else:
         raise AssertionError("no KeyboardInterrupt")
     stream.synchronize()
