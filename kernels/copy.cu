@@ -3,6 +3,7 @@
  * What crosses the bus is contiguous: a strided array on a device is packed there first, by the one
  * kernel of this file, and a strided array on the host by transfer.cu. */
 #include "common.cuh"
+#include "slab.cuh"
 #include "transfer.cuh"
 
 #include <string.h>
@@ -363,31 +364,61 @@ static Status to_device(const View *target, const View *source, Stream *stream)
     return status;
 }
 
-static Status to_host(const View *target, const View *source, Stream *stream)
+/* A small copy goes to a slab, behind what is queued, and from there to the target: so it need not
+ * wait for that before it is queued, as the driver's own way would have it, and can be given up.
+ * *done: it went so, if not without an error. */
+static Status to_host_by_slab(const View *target, const void *packed, Stream *stream, Watch *watch,
+                              bool *done)
+{
+    const int64_t bytes = view_bytes(target);
+    Slab *slab;
+    Status status = slab_take(stream->device, bytes, &slab);
+    *done = slab != NULL;
+    if (slab == NULL) return status;
+    status = copy_to_host(slab->data, packed, bytes, stream->handle);
+    if (status == STATUS_OK) status = stream_await(stream, watch);
+    if (status == STATUS_OK) box_unpack(box_of(target), slab->data);
+    slab_give(slab, status == STATUS_OK);
+    return status;
+}
+
+static Status to_host_by_driver(const View *target, void *packed, Stream *stream)
+{
+    PinnedUse use;
+    pinned_hold(target, &use);
+    const Status status = box_download(box_of(target), packed, stream->handle);
+    /* Whatever happened, nothing may still be at work on the caller's memory. */
+    const Failure first = status == STATUS_OK ? Failure() : *last_failure();
+    const Status last = stream_drain(stream->handle);
+    pinned_let_go(&use, stream->device, last == STATUS_OK);
+    if (status == STATUS_OK) return last;
+    return fail_cuda(status, first.cuda_code, first.cuda_name, first.text);
+}
+
+static Status to_host(const View *target, const View *source, Stream *stream, Watch *watch)
 {
     View packed;
     view_copy(&packed, source);
     Memory *memory = NULL;
     Status status = STATUS_OK;
     const bool empty = view_bytes(target) == 0;
+    bool done = false;
     if (!empty && !view_is_packed(source)) {
         status = pack_on_device(source, stream, &packed);
         memory = status == STATUS_OK ? packed.memory : NULL;
     }
-    PinnedUse use = {};
-    if (!empty) pinned_hold(target, &use);
     if (status == STATUS_OK && !empty)
-        status = box_download(box_of(target), packed.data, stream->handle);
-    /* Whatever happened, nothing may still be at work on the caller's memory. */
-    const Failure first = status == STATUS_OK ? Failure() : *last_failure();
-    Status last = stream_drain(stream->handle);
-    pinned_let_go(&use, stream->device, last == STATUS_OK);
+        status = to_host_by_slab(target, packed.data, stream, watch, &done);
+    /* The driver would wait in the middle of the copy, from which nobody could call it back. */
+    if (status == STATUS_OK && !done && (empty || watch != NULL))
+        status = stream_await(stream, watch);
+    if (status == STATUS_OK && !done && !empty)
+        status = to_host_by_driver(target, packed.data, stream);
     if (memory != NULL) memory_release(memory);
-    if (status != STATUS_OK) return fail_cuda(status, first.cuda_code, first.cuda_name, first.text);
-    if (last == STATUS_OK) last = slot_check(stream, stream->slot, true);
-    if (last == STATUS_OK && source->stream != stream)
-        last = slot_check(source->stream, source->stream->slot, true);
-    return last;
+    if (status == STATUS_OK) status = slot_check(stream, stream->slot, true);
+    if (status == STATUS_OK && source->stream != stream)
+        status = slot_check(source->stream, source->stream->slot, true);
+    return status;
 }
 
 static Status copy_in_order(const View *target, const View *source, Stream *stream, Watch *watch)
@@ -397,18 +428,20 @@ static Status copy_in_order(const View *target, const View *source, Stream *stre
     if (status == STATUS_OK && !to_host_too) status = begin_writing(target, stream);
     if (status == STATUS_OK && to_host_too && stream_is_capturing(stream))
         status = refuse_capture("to_host");
-    /* The driver would wait in the middle of the copy, from which nobody could call it back. */
-    if (status == STATUS_OK && to_host_too && watch != NULL) status = stream_await(stream, watch);
     if (status != STATUS_OK) return status;
     if (view_bytes(target) == 0 && !to_host_too)
         return STATUS_OK;
     else if (to_host_too)
-        status = to_host(target, source, stream);
+        status = to_host(target, source, stream, watch);
     else if (source->device == target->device)
         status = copy_on_device(target, source, stream);
     else
         status = to_device(target, source, stream);
-    if (status == STATUS_OK && !from_host) status = end_reading(source, stream);
+    /* A copy that nobody waits for any more still reads. */
+    if ((status == STATUS_OK || status == STATUS_INTERRUPTED) && !from_host) {
+        const Status ended = end_reading(source, stream);
+        if (status == STATUS_OK) status = ended;
+    }
     if (status == STATUS_OK && !to_host_too) status = end_writing(target, stream);
     return status;
 }

@@ -839,8 +839,7 @@ template <class Loops>
 static Status launch_in_place(const DeviceGather &gather, int ndim, const DeviceLoop *loops,
                               Scratch *scratch, void *stream)
 {
-    /* One wave: enough rows in flight for any bus. Sorted, few, so that they lie near together. */
-    constexpr int64_t MOST_BLOCKS = 1024, MOST_SORTED_BLOCKS = 128;
+    constexpr int64_t MOST_BLOCKS = 1024; /* one wave: enough rows in flight for any bus */
     GatherInPlace<Loops> body = {};
     const int64_t bytes = gather.row_bytes;
     /* A row begins anywhere in its first line. */
@@ -855,14 +854,13 @@ static Status launch_in_place(const DeviceGather &gather, int ndim, const Device
     find_reach(gather, ndim, loops, &first, &end);
     body.first_word = (first + body.WORD - 1) / body.WORD * body.WORD;
     body.end_word = end / body.WORD * body.WORD;
-    int64_t most = MOST_BLOCKS;
     if (scratch != NULL && gather.rows <= UINT32_MAX) {
         const Status status = sort_rows(body.rows, first, end, scratch, &body.order);
         if (status != STATUS_OK) return status;
-        most = MOST_SORTED_BLOCKS;
     }
     const int64_t blocks = grid_for(body.segments, THREADS / body.lanes * body.ROWS).blocks;
-    return launch(body, Grid{(unsigned)(blocks < most ? blocks : most), THREADS}, stream);
+    return launch(body, Grid{(unsigned)(blocks < MOST_BLOCKS ? blocks : MOST_BLOCKS), THREADS},
+                  stream);
 }
 
 static bool is_one_loop(const DeviceGather &gather, int ndim, const DeviceLoop *loops)

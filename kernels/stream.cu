@@ -268,16 +268,21 @@ bool device_is_capturing(int device)
     return capturing;
 }
 
-/* The legacy default stream waits for streams of other libraries, of which nothing is known here,
- * and cannot be asked where one of them is captured. */
+/* The legacy default stream of the device that is current waits for streams of other libraries, of
+ * which nothing is known here, and cannot be asked where one of them is captured. */
+static bool legacy_waits_for_captured(void)
+{
+    cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+    const cudaError_t code = cudaStreamIsCapturing(cudaStreamLegacy, &capture);
+    cuda_ignore(code);
+    return code != cudaSuccess;
+}
+
 bool device_is_captured(int device)
 {
     int previous;
     if (!device_try_enter(device, &previous)) return false;
-    cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
-    const cudaError_t code = cudaStreamIsCapturing(cudaStreamLegacy, &capture);
-    cuda_ignore(code);
-    const bool captured = code != cudaSuccess || device_is_capturing(device);
+    const bool captured = legacy_waits_for_captured() || device_is_capturing(device);
     device_leave(device, previous);
     return captured;
 }
@@ -288,8 +293,8 @@ Status stream_drain(void *stream)
     return STATUS_OK;
 }
 
-/* Waits that may be given up. CUDA's own cannot be, and so it is asked over and over instead, at
- * first as fast as it answers: CUDA does the same. */
+/* Waits that may be given up. CUDA's own cannot be, and so an event is asked for over and over
+ * instead, at first as fast as that answers: CUDA does the same. */
 
 constexpr int64_t WATCH_MICROSECONDS = 25000; /* from one look of the watch to the next */
 /* What a wait may be longer than it has to be: one part in so many. Asking all the time would keep
@@ -298,9 +303,6 @@ constexpr int64_t SHARE = 128;
 /* The system wakes nobody sooner, and for less the core is kept busy, as CUDA does. */
 constexpr int64_t LEAST_SLEEP_MICROSECONDS = 100;
 constexpr int64_t MOST_SLEEP_MICROSECONDS = 1000;
-/* About those of the first 5 ms: after these an event is asked for, behind what is queued by then,
- * since others may queue more for ever. */
-constexpr int QUESTIONS_TO_THE_STREAM = 500;
 
 enum Answer { DONE, NOT_YET, NO_ANSWER };
 
@@ -370,26 +372,27 @@ static cudaEvent_t mark_end(const Stream *stream)
     return NULL;
 }
 
+/* Of a stream that is not captured, which the question would spoil. It is asked but once: an event
+ * comes to its end though others queue more for ever, and where the stream is the legacy default
+ * one, CUDA would look at all streams each time. */
 static Status ask_stream_until_done(const Stream *stream, Watch *watch, bool *done)
 {
-    int questions = 0;
-    cudaEvent_t end = NULL;
-    Status status = ask_until_done(watch, stream->device, false, done, [&] {
-        if (end != NULL) return ask_event(end);
-        if (stream_is_capturing(stream)) return NO_ANSWER; /* the question would spoil it */
-        if (questions++ < QUESTIONS_TO_THE_STREAM)
-            return answer_of(cudaStreamQuery(stream->handle));
-        end = mark_end(stream);
-        return end == NULL ? NO_ANSWER : NOT_YET;
-    });
-    if (end != NULL) event_give(stream->device, end);
+    const Answer answer = answer_of(cudaStreamQuery(stream->handle));
+    *done = answer == DONE;
+    const cudaEvent_t end = answer == NOT_YET ? mark_end(stream) : NULL;
+    if (end == NULL) return STATUS_OK;
+    Status status =
+        ask_until_done(watch, stream->device, false, done, [&] { return ask_event(end); });
+    event_give(stream->device, end);
     return status;
 }
 
 Status stream_await(Stream *stream, Watch *watch)
 {
-    bool done;
-    Status status = ask_stream_until_done(stream, watch, &done);
+    bool done = false;
+    Status status = STATUS_OK;
+    if (watch != NULL && !stream_is_capturing(stream))
+        status = ask_stream_until_done(stream, watch, &done);
     return status == STATUS_OK && !done ? stream_drain(stream->handle) : status;
 }
 
@@ -458,11 +461,12 @@ static unsigned long long noted_call(const Stream *stream)
     return call == 0 ? ~0ull : call;
 }
 
-/* A device cannot be asked: its streams are, as far as they are known. */
+/* A device cannot be asked: its streams are, as far as they are known, none of which is captured.
+ */
 static Status await_streams(int device, Watch *watch)
 {
     bool done;
-    if (watch == NULL || device_is_captured(device)) return STATUS_OK;
+    if (watch == NULL || legacy_waits_for_captured()) return STATUS_OK;
     Status status = ask_stream_until_done(legacy_stream(device), watch, &done);
     for_each_held_stream(device, [&](Stream *stream) {
         if (status == STATUS_OK) status = ask_stream_until_done(stream, watch, &done);
