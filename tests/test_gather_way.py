@@ -1,6 +1,7 @@
 """Which way gather takes from a table on the host: arithmetic, in kernels/gather_way.c."""
 
 import ctypes
+import math
 import re
 import shutil
 import subprocess
@@ -159,10 +160,12 @@ def test_the_price_of_what_is_not_there(way_of):
     narrow = {"rows": 1 << 20, "row_bytes": 4, "place_bytes": 4, "result_on_device": True}
     narrow["table_bytes"] = 512 * MEBI
     assert way_of(**narrow)[0] == "on the host"
-    assert way_of(**narrow, is_reachable=True)[0] == "on the host"
+    assert way_of(**narrow, is_reachable=True)[0] == "in place"
     assert way_of(**narrow | {"threads": 1})[0] == "on the host"
-    assert way_of(**narrow | {"threads": 1}, is_reachable=True)[0] == "in place"
     assert way_of(**narrow | {"threads": 1, "rows": 2 << 20})[0] == "whole"
+    large = narrow | {"table_bytes": 4 * GIBI, "is_reachable": True}
+    assert way_of(**large)[0] == "on the host"
+    assert way_of(**large | {"threads": 1})[0] == "in place"
 
 
 def test_a_range_goes_up_where_that_is_known(way_of):
@@ -192,15 +195,35 @@ def test_sorting_pays_for_many_rows_of_more_than_the_device_knows(library):
     assert not pays(rows=100)
 
 
-def test_sorted_rows_are_as_fast_as_those_of_a_small_table(library):
+def test_sorted_rows_are_as_fast_as_those_of_a_small_table_where_they_share_pages(library):
     def seconds(**given):
         case = case_of(library, row_bytes=512, is_reachable=True, **given)
         return library.gather_seconds(case, WAYS.index("in place"))
 
     small = seconds(span_bytes=GIBI // 2)
     to_sort = constant("SECONDS_TO_SORT") + (1 << 20) / constant("ROWS_SORTED_PER_SECOND")
-    assert seconds(span_bytes=64 * GIBI, result_on_device=True) == pytest.approx(small + to_sort)
-    assert seconds(span_bytes=64 * GIBI) > 2 * small
+    assert seconds(span_bytes=4 * GIBI, result_on_device=True) == pytest.approx(small + to_sort)
+    assert seconds(span_bytes=4 * GIBI) > 2 * small
+    far = seconds(span_bytes=64 * GIBI, result_on_device=True)
+    assert small + to_sort < far < seconds(span_bytes=64 * GIBI)
+
+
+def test_a_page_is_looked_up_once_for_all_its_rows(library):
+    """Of 4 GiB, by few rows from anywhere and by so many that they meet every page."""
+    pages, known = 4 * GIBI / constant("PAGE_BYTES"), constant("KNOWN_BYTES")
+    lookup = (1 - known / (4 * GIBI)) / constant("LOOKED_UP_PER_SECOND")
+
+    def seconds(rows):
+        case = case_of(library, row_bytes=32, rows=rows, span_bytes=4 * GIBI, is_reachable=True,
+                       result_on_device=True)  # fmt: skip
+        return library.gather_seconds(case, WAYS.index("in place"))
+
+    assert seconds(1000) == pytest.approx(1000 * lookup)
+    to_sort = constant("SECONDS_TO_SORT") + (1 << 20) / constant("ROWS_SORTED_PER_SECOND")
+    again = constant("LOOKED_UP_AGAIN")
+    assert seconds(1 << 20) - to_sort == pytest.approx(again * pages * lookup, rel=1e-4)
+    to_sort = constant("SECONDS_TO_SORT") + pages / constant("ROWS_SORTED_PER_SECOND")
+    assert seconds(int(pages)) - to_sort == pytest.approx(again * pages * lookup * (1 - 1 / math.e))
 
 
 def test_the_rates_of_the_machine_decide(way_of):
