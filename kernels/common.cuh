@@ -174,6 +174,7 @@ Status refuse_capture(const char *what);
 /* An event without timing of the device that is current, from a store of them. */
 Status event_take(int device, cudaEvent_t *event);
 void event_give(int device, cudaEvent_t event);
+void event_flush(int device); /* gives back those in the store */
 
 /* transfer.cu: gives back the page-locked buffers of the device that is current, as far as no copy
  * is on its way through them. */

@@ -520,6 +520,17 @@ void event_give(int device, cudaEvent_t event)
     if (!stored) cuda_ignore(cudaEventDestroy(event));
 }
 
+void event_flush(int device)
+{
+    cudaEvent_t events[STORED_EVENTS];
+    pthread_mutex_lock(&lock);
+    const int count = devices[device].event_count;
+    memcpy(events, devices[device].events, count * sizeof *events);
+    devices[device].event_count = 0;
+    pthread_mutex_unlock(&lock);
+    for (int i = 0; i < count; i++) cuda_ignore(cudaEventDestroy(events[i]));
+}
+
 /* CUDA would give the whole capture up. */
 static Status check_captures(const Stream *waiting, const Stream *awaited)
 {

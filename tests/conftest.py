@@ -246,7 +246,7 @@ def leaving_nothing(device):
 
 
 def footprint(device):
-    """What exists once all work is done and nothing is kept for later; events are, for ever."""
+    """What exists once all work is done and nothing is kept for later."""
     if hasattr(device.gpuops, "empty_cache"):
         for ordinal in range(device.gpuops.device_count()):
             device.gpuops.empty_cache(ordinal)
@@ -257,6 +257,7 @@ def footprint(device):
         "bytes": live.bytes,
         "pinned allocations": live.pinned_allocations,
         "streams": live.streams,
+        "events": live.events,
         "libraries": live.libraries,
         "registered bytes": live.registered_bytes,
         "current device": device.fake.current_device(),
