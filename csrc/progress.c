@@ -28,10 +28,12 @@ static int tell(Progress *progress, int64_t done_bytes, int64_t bytes)
     return told == NULL ? -1 : 0;
 }
 
-/* The exception is put aside: others may run Python code before the call has come to its end. */
+/* The exception is put aside: others may run Python code before the call has come to its end. What
+ * waits once more on the way out is not to wait either. */
 static bool look(Watch *watch, int64_t done_bytes, int64_t bytes)
 {
     Progress *progress = (Progress *)watch;
+    if (progress->type != NULL) return false;
     PyEval_RestoreThread(progress->saved);
     const bool goes_on = PyErr_CheckSignals() == 0 && tell(progress, done_bytes, bytes) == 0;
     if (!goes_on) PyErr_Fetch(&progress->type, &progress->value, &progress->traceback);
@@ -45,6 +47,7 @@ void progress_init(Progress *progress, const char *op)
     progress->watch.sees_ends = false;
     progress->op = op;
     progress->make_bar = progress->bar = NULL;
+    progress->type = progress->value = progress->traceback = NULL;
     progress->told_bytes = 0;
 }
 
@@ -69,12 +72,14 @@ int progress_show(Progress *progress)
     return progress->make_bar == NULL ? -1 : 0;
 }
 
+/* An exception of a handler goes before whatever else went wrong, and is never lost. */
 Status progress_run(Progress *progress, Status (*work)(void *), void *context)
 {
     const Status status = without_gil_for_now(work, context, &progress->saved);
-    if (status == STATUS_INTERRUPTED)
-        PyErr_Restore(progress->type, progress->value, progress->traceback);
-    return status;
+    if (progress->type == NULL) return status;
+    PyErr_Restore(progress->type, progress->value, progress->traceback);
+    progress->type = progress->value = progress->traceback = NULL;
+    return STATUS_INTERRUPTED;
 }
 
 void progress_close(Progress *progress, PyObject **result)

@@ -776,6 +776,8 @@ static PyMethodDef event_type_methods[] = {
     {"synchronize", event_do_synchronize, METH_NOARGS,
      "synchronize($self)\n--\n\n"
      "Wait until all that was queued before the event is done.\n\n"
+     "That is what it was recorded behind when the wait began, also where others record it anew\n"
+     "meanwhile; the wait may then take in what followed on that stream.\n\n"
      "A signal whose handler raises, such as Ctrl-C, ends the wait, and what is queued goes on.\n\n"
      "Raises\n------\nIndexError\n"
      "    If an operator on its stream met an index outside its axis, in mode 'raise', and that\n"
@@ -908,7 +910,8 @@ PyMethodDef stream_methods[] = {
      "    that was not raised yet: the first of all. If there is one on another stream too, the\n"
      "    next call raises it; of one stream only the first is told of.\n"
      "DeviceError\n    If there is no such GPU, or its work has failed.\n"
-     "ValueError\n    If `device` names no GPU.\n"},
+     "ValueError\n"
+     "    If `device` names no GPU, or one of its streams is being captured into a graph.\n"},
     {"current_stream", (PyCFunction)(void (*)(void))get_current_stream,
      METH_VARARGS | METH_KEYWORDS,
      "current_stream($module, device=None)\n--\n\n"

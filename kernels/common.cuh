@@ -175,6 +175,10 @@ Status refuse_capture(const char *what);
 Status event_take(int device, cudaEvent_t *event);
 void event_give(int device, cudaEvent_t event);
 void event_flush(int device); /* gives back those in the store */
+/* Such an event, behind what is queued on a stream that is not captured, of the device that is
+ * current; NULL where there is none to be had. */
+cudaEvent_t event_at_end(const Stream *stream);
+bool event_is_over(cudaEvent_t event); /* if that can be told */
 
 /* transfer.cu: gives back the page-locked buffers of the device that is current, as far as no copy
  * is on its way through them. */

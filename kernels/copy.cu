@@ -25,14 +25,23 @@ Status begin_writing(const View *view, Stream *stream)
     return status;
 }
 
+/* Does what is to be done whatever came before it, of which a failure stays the one that is told.
+ */
+template <class Function>
+static Status even_so(Status status, const Function &function)
+{
+    const Failure first = status == STATUS_OK ? Failure() : *last_failure();
+    const Status last = function();
+    if (status == STATUS_OK) return last;
+    return fail_cuda(status, first.cuda_code, first.cuda_name, first.text);
+}
+
 /* What is queued cannot be called back: who cannot be made to wait for it finds it done. */
 static Status make_wait(Stream *waiting, Stream *awaited)
 {
     Status status = stream_wait(waiting, awaited);
     if (status == STATUS_OK) return status;
-    const Failure failure = *last_failure();
-    (void)stream_drain(awaited->handle);
-    return fail_cuda(status, failure.cuda_code, failure.cuda_name, failure.text);
+    return even_so(status, [&] { return stream_drain(awaited->handle); });
 }
 
 /* Our own memory waits for its uses when it is written or freed. Of another library's, nobody knows
@@ -44,10 +53,7 @@ Status end_reading(const View *view, Stream *stream)
     Status status = STATUS_OK;
     if (!is_ours) status = make_wait(view->stream, stream);
     if (view->memory == NULL || (is_ours && in_same_order(view->stream, stream))) return status;
-    const Failure first = status == STATUS_OK ? Failure() : *last_failure();
-    const Status noted = memory_note_use(view->memory, stream);
-    if (status == STATUS_OK) return noted;
-    return fail_cuda(status, first.cuda_code, first.cuda_name, first.text);
+    return even_so(status, [&] { return memory_note_use(view->memory, stream); });
 }
 
 Status end_writing(const View *view, Stream *stream)
@@ -289,13 +295,13 @@ static Status upload(const View *target, const View *source, Stream *stream)
         status = stream_drain(stream->handle);
     if (status == STATUS_OK)
         status = box_upload(box, 0, box_items(box), target->data, stream->handle);
-    const Failure first = status == STATUS_OK ? Failure() : *last_failure();
-    Status last = STATUS_OK;
-    if (pinned_is_held(&use) || host_memory_is_pinned(source->data))
-        last = stream_drain(stream->handle);
-    pinned_let_go(&use, stream->device, last == STATUS_OK);
-    if (status == STATUS_OK) return last;
-    return fail_cuda(status, first.cuda_code, first.cuda_name, first.text);
+    return even_so(status, [&] {
+        Status last = STATUS_OK;
+        if (pinned_is_held(&use) || host_memory_is_pinned(source->data))
+            last = stream_drain(stream->handle);
+        pinned_let_go(&use, stream->device, last == STATUS_OK);
+        return last;
+    });
 }
 
 static Status copy_between_devices(const View *target, const View *source, Stream *stream);
@@ -378,7 +384,7 @@ static Status to_host_by_slab(const View *target, const void *packed, Stream *st
     status = copy_to_host(slab->data, packed, bytes, stream->handle);
     if (status == STATUS_OK) status = stream_await(stream, watch);
     if (status == STATUS_OK) box_unpack(box_of(target), slab->data);
-    slab_give(slab, status == STATUS_OK);
+    if (!runtime_is_forked()) slab_give(slab, stream, status == STATUS_OK);
     return status;
 }
 
@@ -388,11 +394,11 @@ static Status to_host_by_driver(const View *target, void *packed, Stream *stream
     pinned_hold(target, &use);
     const Status status = box_download(box_of(target), packed, stream->handle);
     /* Whatever happened, nothing may still be at work on the caller's memory. */
-    const Failure first = status == STATUS_OK ? Failure() : *last_failure();
-    const Status last = stream_drain(stream->handle);
-    pinned_let_go(&use, stream->device, last == STATUS_OK);
-    if (status == STATUS_OK) return last;
-    return fail_cuda(status, first.cuda_code, first.cuda_name, first.text);
+    return even_so(status, [&] {
+        const Status last = stream_drain(stream->handle);
+        pinned_let_go(&use, stream->device, last == STATUS_OK);
+        return last;
+    });
 }
 
 static Status to_host(const View *target, const View *source, Stream *stream, Watch *watch)
@@ -414,6 +420,7 @@ static Status to_host(const View *target, const View *source, Stream *stream, Wa
         status = stream_await(stream, watch);
     if (status == STATUS_OK && !done && !empty)
         status = to_host_by_driver(target, packed.data, stream);
+    if (runtime_is_forked()) return status;
     if (memory != NULL) memory_release(memory);
     if (status == STATUS_OK) status = slot_check(stream, stream->slot, true);
     if (status == STATUS_OK && source->stream != stream)
@@ -437,11 +444,9 @@ static Status copy_in_order(const View *target, const View *source, Stream *stre
         status = copy_on_device(target, source, stream);
     else
         status = to_device(target, source, stream);
-    /* A copy that nobody waits for any more still reads. */
-    if ((status == STATUS_OK || status == STATUS_INTERRUPTED) && !from_host) {
-        const Status ended = end_reading(source, stream);
-        if (status == STATUS_OK) status = ended;
-    }
+    if (runtime_is_forked()) return status;
+    /* What was queued before a failure, or is not waited for any more, still reads. */
+    if (!from_host) status = even_so(status, [&] { return end_reading(source, stream); });
     if (status == STATUS_OK && !to_host_too) status = end_writing(target, stream);
     return status;
 }

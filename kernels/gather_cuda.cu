@@ -529,7 +529,7 @@ static Status gather_on_current_device(const Call *call, Gather gather, int64_t 
     *is_over = last == STATUS_OK;
     slot_give(call->device, arena.slot, status != STATUS_OK);
     if (arena.slab != NULL)
-        slab_give(arena.slab, last == STATUS_OK);
+        slab_give(arena.slab, arena.owner, last == STATUS_OK);
     else
         memory_release(arena.owned);
     free(copy);

@@ -734,10 +734,10 @@ Status memory_empty_cache(int device)
         if (status == STATUS_OK)
             status = cuda_status(cudaMemPoolTrimTo(pool_of(device), 0), "cudaMemPoolTrimTo");
     }
-    event_flush(device);
     transfer_flush(device);
     slab_flush(device);
     pipeline_flush(device);
+    event_flush(device);
     device_leave(device, previous);
     pinned_flush();
     return status;

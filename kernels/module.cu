@@ -349,7 +349,7 @@ static Status finish(const Launch *launch, int i, const Prepared *prepared, bool
     if (prepared->copy == NULL) return status;
     if (launched && is_written_through(launch, i))
         status = copy_view(array->view, &prepared->there, launch->stream, launch->watch);
-    memory_release(prepared->copy);
+    if (!runtime_is_forked()) memory_release(prepared->copy);
     return status;
 }
 
@@ -388,10 +388,11 @@ static Status launch_in_order(const Launch *launch, Prepared *prepared)
         first = *last_failure();
     };
     bool in_place = false;
-    for (int i = 0; i < ready; i++) {
+    for (int i = 0; i < ready && !runtime_is_forked(); i++) {
         in_place = in_place || prepared[i].in_place;
         note(finish(launch, i, &prepared[i], launched && status != STATUS_INTERRUPTED));
     }
+    if (runtime_is_forked()) return status;
     const Status last = in_place ? stream_drain(launch->stream->handle) : STATUS_OK;
     note(last);
     for (int i = 0; i < ready; i++)

@@ -262,7 +262,7 @@ static Status run_in_slab(Call *call, Slab *slab)
     /* As whenever somebody waits: a bad index of an earlier call is told of now. */
     if (status == STATUS_OK) status = slot_check(call->stream, call->stream->slot, true);
     if (status == STATUS_OK) box_unpack(box_of(&out), static_cast<char *>(call->out.data));
-    slab_give(slab, last == STATUS_OK);
+    slab_give(slab, call->stream, last == STATUS_OK);
     view_copy(&call->out, &out);
     memory_settle();
     return status;

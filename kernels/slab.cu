@@ -1,11 +1,13 @@
-/* Page-locked memory for the operands of small calls between arrays on the host.
+/* Page-locked memory for the operands of small calls between arrays on the host, and for small
+ * copies to the host.
  *
  * What takes time in such a call are not its bytes but the calls of CUDA: a copy takes the driver
  * about as long as a launch does, and memory that is not page-locked has it wait each time. So the
  * CPU copies the operands to a slab and the result from it, the kernel reads and writes them there
  * over the bus, and nothing is left to do but a launch and a wait.
  *
- * A slab is lent to one call at a time, which gives it back once it has waited for its kernels. */
+ * A slab is lent to one call at a time, which gives it back once it has waited for its kernels. A
+ * copy may be given up before: its slab is lent again when that is over. */
 #include "slab.cuh"
 #include "transfer.cuh"
 
@@ -66,6 +68,15 @@ static Slab *slab_create(int device)
     return NULL;
 }
 
+static bool count_one_more(int device)
+{
+    pthread_mutex_lock(&slabs.lock);
+    const bool there_is_room = slabs.devices[device].count < MOST_SLABS;
+    if (there_is_room) slabs.devices[device].count++;
+    pthread_mutex_unlock(&slabs.lock);
+    return there_is_room;
+}
+
 static void count_one_less(int device)
 {
     pthread_mutex_lock(&slabs.lock);
@@ -84,26 +95,7 @@ bool slab_has_room(int64_t bytes)
     return pinned_limit(&limit) == STATUS_OK && has_room(bytes, limit);
 }
 
-Status slab_take(int device, int64_t bytes, Slab **slab)
-{
-    *slab = NULL;
-    int64_t limit;
-    Status status = pinned_limit(&limit);
-    if (status != STATUS_OK || bytes == 0 || !has_room(bytes, limit)) return status;
-    auto &of_device = slabs.devices[device];
-    pthread_mutex_lock(&slabs.lock);
-    *slab = of_device.idle;
-    const bool grows = *slab == NULL && of_device.count < MOST_SLABS;
-    if (*slab != NULL) of_device.idle = (*slab)->next;
-    if (grows) of_device.count++;
-    pthread_mutex_unlock(&slabs.lock);
-    if (!grows) return STATUS_OK;
-    *slab = slab_create(device);
-    if (*slab == NULL) count_one_less(device);
-    return STATUS_OK;
-}
-
-void slab_give(Slab *slab, bool is_over)
+static void put(Slab *slab, bool is_over)
 {
     auto &of_device = slabs.devices[slab->device];
     pthread_mutex_lock(&slabs.lock);
@@ -122,6 +114,65 @@ static Slab *take_all(Slab **list)
     return all;
 }
 
+/* Puts those that are doubtful back to where they belong by now. all_are_over: it is known. */
+static void sort_doubtful(int device, bool all_are_over)
+{
+    for (Slab *doubtful = take_all(&slabs.devices[device].doubtful); doubtful != NULL;) {
+        Slab *slab = doubtful;
+        doubtful = slab->next;
+        const bool is_over = all_are_over || (slab->end != NULL && event_is_over(slab->end));
+        if (is_over && slab->end != NULL) {
+            event_give(device, slab->end);
+            slab->end = NULL;
+        }
+        put(slab, is_over);
+    }
+}
+
+/* *doubtful: there is none, but one of those may be it. */
+static Slab *take_idle(int device, bool *doubtful)
+{
+    auto &of_device = slabs.devices[device];
+    pthread_mutex_lock(&slabs.lock);
+    Slab *slab = of_device.idle;
+    *doubtful = slab == NULL && of_device.doubtful != NULL;
+    if (slab != NULL) of_device.idle = slab->next;
+    pthread_mutex_unlock(&slabs.lock);
+    return slab;
+}
+
+Status slab_take(int device, int64_t bytes, Slab **slab)
+{
+    *slab = NULL;
+    int64_t limit;
+    Status status = pinned_limit(&limit);
+    if (status != STATUS_OK || bytes == 0 || !has_room(bytes, limit)) return status;
+    bool doubtful;
+    *slab = take_idle(device, &doubtful);
+    if (doubtful) {
+        sort_doubtful(device, false);
+        *slab = take_idle(device, &doubtful);
+    }
+    if (*slab != NULL || !count_one_more(device)) return STATUS_OK;
+    *slab = slab_create(device);
+    if (*slab == NULL) count_one_less(device);
+    return STATUS_OK;
+}
+
+void slab_give(Slab *slab, const Stream *stream, bool is_over)
+{
+    if (!is_over) slab->end = event_at_end(stream);
+    put(slab, is_over);
+}
+
+static bool has_doubtful(int device)
+{
+    pthread_mutex_lock(&slabs.lock);
+    const bool has = slabs.devices[device].doubtful != NULL;
+    pthread_mutex_unlock(&slabs.lock);
+    return has;
+}
+
 /* Whether all work on the device that is current is over, which is waited for. */
 static bool await_device(int device)
 {
@@ -135,13 +186,8 @@ void slab_flush(int device)
 {
     auto &of_device = slabs.devices[device];
     in_spite_of_captures([&] {
-        Slab *doubtful = take_all(&of_device.doubtful);
-        const bool is_over = doubtful != NULL && await_device(device);
-        while (doubtful != NULL) {
-            Slab *slab = doubtful;
-            doubtful = slab->next;
-            slab_give(slab, is_over);
-        }
+        sort_doubtful(device, false);
+        if (has_doubtful(device)) sort_doubtful(device, await_device(device));
         for (Slab *idle = take_all(&of_device.idle); idle != NULL;) {
             Slab *slab = idle;
             idle = slab->next;

@@ -15,9 +15,9 @@
 struct Event {
     cudaEvent_t handle;
     int device;
-    bool sleeps;         /* who waits for it leaves the core to others */
-    unsigned recordings; /* so far */
-    Stream *stream;      /* on which it was recorded last, held */
+    bool sleeps;                /* who waits for it leaves the core to others */
+    unsigned begun, recordings; /* so far; while it is recorded, one more has begun */
+    Stream *stream;             /* on which it was recorded last, held */
 };
 
 enum { SLOTS = 4096, STORED_EVENTS = 64 };
@@ -275,7 +275,7 @@ static bool legacy_waits_for_captured(void)
     cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
     const cudaError_t code = cudaStreamIsCapturing(cudaStreamLegacy, &capture);
     cuda_ignore(code);
-    return code != cudaSuccess;
+    return code == cudaErrorStreamCaptureImplicit;
 }
 
 bool device_is_captured(int device)
@@ -320,6 +320,19 @@ static Answer ask_event(cudaEvent_t event)
     return answer;
 }
 
+/* It is not captured, which the question would spoil. */
+static Answer ask_stream(const Stream *stream)
+{
+    Answer answer = NO_ANSWER;
+    in_spite_of_captures([&] { answer = answer_of(cudaStreamQuery(stream->handle)); });
+    return answer;
+}
+
+bool event_is_over(cudaEvent_t event)
+{
+    return ask_event(event) == DONE;
+}
+
 static void pause_in_wait(int64_t waited, bool sleeps)
 {
     int64_t time = waited / SHARE;
@@ -360,30 +373,42 @@ static Status ask_until_done(Watch *watch, int device, bool sleeps, bool *done, 
     return STATUS_OK;
 }
 
-/* NULL where there is none to be had. */
-static cudaEvent_t mark_end(const Stream *stream)
+/* NULL where there is none. */
+static cudaEvent_t take_stored(int device)
 {
     cudaEvent_t event = NULL;
-    if (event_take(stream->device, &event) != STATUS_OK) return NULL;
-    const cudaError_t code = cudaEventRecord(event, stream->handle);
+    pthread_mutex_lock(&lock);
+    if (devices[device].event_count > 0)
+        event = devices[device].events[--devices[device].event_count];
+    pthread_mutex_unlock(&lock);
+    return event;
+}
+
+/* The last failure stays what it is. */
+cudaEvent_t event_at_end(const Stream *stream)
+{
+    cudaEvent_t event = take_stored(stream->device);
+    cudaError_t code = cudaSuccess;
+    if (event == NULL) code = cudaEventCreateWithFlags(&event, cudaEventDisableTiming);
+    cuda_ignore(code);
+    if (code != cudaSuccess) return NULL;
+    code = cudaEventRecord(event, stream->handle);
     cuda_ignore(code);
     if (code == cudaSuccess) return event;
     event_give(stream->device, event);
     return NULL;
 }
 
-/* Of a stream that is not captured, which the question would spoil. It is asked but once: an event
- * comes to its end though others queue more for ever, and where the stream is the legacy default
- * one, CUDA would look at all streams each time. */
-static Status ask_stream_until_done(const Stream *stream, Watch *watch, bool *done)
+/* A stream is asked but once: an event comes to its end though others queue more for ever, and
+ * where the stream is the legacy default one, CUDA would look at all streams each time. */
+static Status await_end(const Stream *stream, Watch *watch, bool *done)
 {
-    const Answer answer = answer_of(cudaStreamQuery(stream->handle));
-    *done = answer == DONE;
-    const cudaEvent_t end = answer == NOT_YET ? mark_end(stream) : NULL;
+    *done = false;
+    const cudaEvent_t end = event_at_end(stream);
     if (end == NULL) return STATUS_OK;
     Status status =
         ask_until_done(watch, stream->device, false, done, [&] { return ask_event(end); });
-    event_give(stream->device, end);
+    if (!runtime_is_forked()) event_give(stream->device, end);
     return status;
 }
 
@@ -391,8 +416,11 @@ Status stream_await(Stream *stream, Watch *watch)
 {
     bool done = false;
     Status status = STATUS_OK;
-    if (watch != NULL && !stream_is_capturing(stream))
-        status = ask_stream_until_done(stream, watch, &done);
+    if (watch != NULL && !stream_is_capturing(stream)) {
+        const Answer answer = ask_stream(stream);
+        done = answer == DONE;
+        if (answer == NOT_YET) status = await_end(stream, watch, &done);
+    }
     return status == STATUS_OK && !done ? stream_drain(stream->handle) : status;
 }
 
@@ -461,25 +489,33 @@ static unsigned long long noted_call(const Stream *stream)
     return call == 0 ? ~0ull : call;
 }
 
-/* A device cannot be asked: its streams are, as far as they are known, none of which is captured.
- */
-static Status await_streams(int device, Watch *watch)
+/* A device cannot be asked: its streams are, as far as they are known. None is captured at first,
+ * but one may be while others are waited for, and is left alone then. */
+static Status await_streams(int device, Watch *watch, bool *waited)
 {
-    bool done;
-    if (watch == NULL || legacy_waits_for_captured()) return STATUS_OK;
-    Status status = ask_stream_until_done(legacy_stream(device), watch, &done);
-    for_each_held_stream(device, [&](Stream *stream) {
-        if (status == STATUS_OK) status = ask_stream_until_done(stream, watch, &done);
-    });
+    *waited = false;
+    if (watch == NULL) return STATUS_OK;
+    Status status = STATUS_OK;
+    const auto await = [&](const Stream *stream) {
+        if (status != STATUS_OK || (*waited && stream_is_capturing(stream))) return;
+        bool done;
+        if (ask_stream(stream) != NOT_YET) return;
+        *waited = true;
+        status = await_end(stream, watch, &done);
+    };
+    await(legacy_stream(device));
+    for_each_held_stream(device, await);
     return status;
 }
 
 Status device_synchronize(int device, Watch *watch)
 {
     Status status = on_device(device, [&]() -> Status {
-        if (device_is_capturing(device)) return refuse_capture("synchronize");
-        Status awaited = await_streams(device, watch);
+        if (device_is_captured(device)) return refuse_capture("synchronize");
+        bool waited;
+        Status awaited = await_streams(device, watch, &waited);
         if (awaited != STATUS_OK) return awaited;
+        if (waited && device_is_captured(device)) return refuse_capture("synchronize");
         CUDA_TRY(cudaDeviceSynchronize());
         /* The first of all is told of now, and the others at the next times. */
         Stream *first = legacy_stream(device);
@@ -502,11 +538,7 @@ Status device_synchronize(int device, Watch *watch)
 
 Status event_take(int device, cudaEvent_t *event)
 {
-    *event = NULL;
-    pthread_mutex_lock(&lock);
-    if (devices[device].event_count > 0)
-        *event = devices[device].events[--devices[device].event_count];
-    pthread_mutex_unlock(&lock);
+    *event = take_stored(device);
     if (*event == NULL) CUDA_TRY(cudaEventCreateWithFlags(event, cudaEventDisableTiming));
     return STATUS_OK;
 }
@@ -610,17 +642,17 @@ Status event_record(Event *event, Stream *stream)
                     "the event belongs to cuda:%d and the stream to cuda:%d: make an event for "
                     "that device with Event(device=%d)",
                     event->device, stream->device, stream->device);
+    __atomic_add_fetch(&event->begun, 1, __ATOMIC_SEQ_CST);
     Status status = on_device(event->device, [&] {
         return cuda_status(cudaEventRecord(event->handle, stream->handle), "cudaEventRecord");
     });
-    if (status != STATUS_OK) return status;
     pthread_mutex_lock(&lock);
-    Stream *before = event->stream;
-    event->stream = stream_hold(stream);
-    __atomic_add_fetch(&event->recordings, 1, __ATOMIC_RELAXED);
+    Stream *before = status == STATUS_OK ? event->stream : NULL;
+    if (status == STATUS_OK) event->stream = stream_hold(stream);
+    __atomic_add_fetch(&event->recordings, 1, __ATOMIC_SEQ_CST);
     pthread_mutex_unlock(&lock);
     if (before != NULL) stream_release(before);
-    return STATUS_OK;
+    return status;
 }
 
 int event_device(const Event *event)
@@ -643,21 +675,40 @@ Status event_query(Event *event, bool *done)
     });
 }
 
-/* Where others record it meanwhile, over and over, asking might never come to an end. */
+/* Whether it was not recorded anew since then, nor is so now. */
+static bool is_recording(const Event *event, unsigned number)
+{
+    return __atomic_load_n(&event->begun, __ATOMIC_SEQ_CST) == number;
+}
+
+/* What is waited for is what was recorded when the wait began. Once others record the event anew,
+ * it tells nothing of that, but the stream does: it may have more to do, but not less. */
+static Status await_recording(Event *event, unsigned number, Stream *stream, Watch *watch)
+{
+    bool done, holds = true;
+    Status status = ask_until_done(watch, event->device, event->sleeps, &done, [&] {
+        const Answer answer = ask_event(event->handle);
+        holds = is_recording(event, number);
+        return holds ? answer : NO_ANSWER;
+    });
+    if (status == STATUS_OK && !holds)
+        return stream_is_capturing(stream) ? refuse_capture("synchronize")
+                                           : stream_await(stream, watch);
+    if (status == STATUS_OK && !done) CUDA_TRY(cudaEventSynchronize(event->handle));
+    return status;
+}
+
 Status event_synchronize(Event *event, Watch *watch)
 {
     return on_device(event->device, [&]() -> Status {
-        const unsigned recordings = __atomic_load_n(&event->recordings, __ATOMIC_RELAXED);
-        bool done;
-        Status awaited = ask_until_done(watch, event->device, event->sleeps, &done, [&] {
-            const unsigned now = __atomic_load_n(&event->recordings, __ATOMIC_RELAXED);
-            return now == recordings ? ask_event(event->handle) : NO_ANSWER;
-        });
-        if (awaited != STATUS_OK) return awaited;
-        if (!done) CUDA_TRY(cudaEventSynchronize(event->handle));
-        Stream *stream = event_stream(event);
-        if (stream == NULL) return STATUS_OK;
-        Status status = slot_check(stream, stream->slot, true);
+        pthread_mutex_lock(&lock);
+        const unsigned number = __atomic_load_n(&event->recordings, __ATOMIC_SEQ_CST);
+        Stream *stream = event->stream == NULL ? NULL : stream_hold(event->stream);
+        pthread_mutex_unlock(&lock);
+        if (stream == NULL) return STATUS_OK; /* it was never recorded */
+        Status status = await_recording(event, number, stream, watch);
+        if (runtime_is_forked()) return status;
+        if (status == STATUS_OK) status = slot_check(stream, stream->slot, true);
         stream_release(stream);
         return status;
     });

@@ -640,6 +640,26 @@ def test_launch_blocking_does_not_wait_for_a_captured_stream(gpu):
 # Work that is queued keeps what it needs.
 
 
+def test_a_copy_to_the_host_that_fails_half_way(fake):
+    """The kernel that packs it is queued, and memory that it is to read goes to nobody else."""
+    gpuops, home, other = fake.gpuops, fake.gpuops.Stream(), fake.gpuops.Stream()
+    fake.fake.set_scheduler("lazy")
+    source = gpuops.zeros(2000, stream=home)
+    home.synchronize()
+    fake.fake.take_time(other.ptr, 0.2)
+    with (
+        fake.fake.fail(1, 999, function="cudaMemcpyAsync"),
+        pytest.raises(gpuops.DeviceError, match="cudaMemcpyAsync"),
+    ):
+        source[::2].to_host(stream=other)
+    place = source.ptr
+    del source
+    used = [gpuops.zeros(2000, stream=home) for _ in range(4)]
+    home.synchronize()
+    assert other.query() or place not in [array.ptr for array in used]
+    other.synchronize()
+
+
 def test_ten_thousand_submissions_whose_sources_are_dropped_at_once(gpuops, scheduler):
     streams = [gpuops.Stream() for _ in range(3)]
     generator = np.random.default_rng(0)

@@ -328,6 +328,89 @@ print("done", flush=True)
 """
 
 
+# One array's way back fails before the signal comes while another one's is waited for.
+FAILED_LAUNCH = """
+from pathlib import Path
+from faults.fake import Fake
+from rtc import SAXPY, cubin, own_architecture
+fake = Fake(Path(gpuops.__path__[0]).parent / "cudart")
+code, _ = cubin(gpuops, SAXPY, own_architecture(gpuops))
+types = ("a", "float32"), ("x", "float32*"), ("y", "float32*"), ("n", "int64")
+saxpy = gpuops._core._load_module(code, {"saxpy": ("saxpy", types)}, 0, {})["saxpy"]
+fake.set_scheduler("lazy")
+stream, x, y = gpuops.Stream(), np.ones(100, np.float32), np.zeros(100, np.float32)
+with fake.twin("saxpy", lambda launch: None):
+    saxpy[1, 128, stream](2, x, y, 100)
+    fake.take_time(stream.ptr, 1)
+    interrupt_after(0.2)
+    with fake.fail(3, 999, function="cudaMemcpyAsync") as fault:
+        try:
+            saxpy[1, 128, stream](2, x, y, 100)
+        except KeyboardInterrupt:
+            assert not stream.query()
+        else:
+            raise AssertionError("no KeyboardInterrupt")
+    assert fault.reached
+    gpuops.synchronize()
+print("done")
+"""
+
+
+def test_keyboard_interrupt_beside_a_failure(fake):
+    open_nvrtc(fake.gpuops)
+    assert run_child(fake.gpuops, BEGIN + FAILED_LAUNCH, GPUOPS_DEVICE="cuda:0") == "done\n"
+
+
+# A handler forks: in the child, which has no CUDA, nothing is left to be done.
+FORKED = """
+from pathlib import Path
+from faults.fake import Fake
+fake = Fake(Path(gpuops.__path__[0]).parent / "cudart")
+fake.set_scheduler("lazy")
+stream, other, event = gpuops.Stream(), gpuops.Stream(), gpuops.Event()
+d, large = (gpuops.to_device(np.arange(n), stream=stream) for n in (100, 100_000))
+stream.synchronize()
+NAMES = [
+    "cudaEventQuery", "cudaEventRecord", "cudaEventDestroy", "cudaStreamQuery", "cudaFreeAsync",
+    "cudaStreamSynchronize", "cudaStreamWaitEvent", "cudaDeviceSynchronize",
+]
+
+class InTheChild(Exception):
+    pass
+
+def calls():
+    return {name: fake.calls(name) for name in NAMES}
+
+def handler(number, frame):
+    global child, before
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)
+        before = calls()
+        raise InTheChild
+
+signal.signal(signal.SIGINT, handler)
+for wait in (
+    stream.synchronize, event.synchronize, gpuops.synchronize, d.to_host, large.to_host,
+    lambda: d[::2].to_host(stream=other),
+):
+    fake.take_time(stream.ptr, 0.5)
+    event.record(stream)
+    interrupt_after(0.1)
+    try:
+        wait()
+    except InTheChild:
+        after = calls()
+        os._exit(after != before)
+    assert os.waitpid(child, 0)[1] == 0, wait
+print("done")
+"""
+
+
+def test_a_handler_that_forks(fake):
+    assert run_child(fake.gpuops, BEGIN + FORKED, GPUOPS_DEVICE="cuda:0") == "done\n"
+
+
 def test_the_process_ends_while_threads_wait(fake):
     assert run_child(fake.gpuops, BEGIN + EXIT, GPUOPS_DEVICE="cuda:0") == "done\n"
 

@@ -698,6 +698,24 @@ def test_a_capture_waits_for_nobody(gpuops, gpu, capture):
     assert captured.query() is True
 
 
+@pytest.mark.parametrize("behind", ["first", "second"])
+def test_a_capture_that_begins_while_the_device_is_waited_for(fake, behind):
+    """Its stream is left alone, and the device, for which nobody can wait then."""
+    gpuops = fake.gpuops
+    fake.fake.set_scheduler("lazy")
+    streams = [gpuops.Stream(), gpuops.Stream()]
+    slow, captured = streams if behind == "first" else streams[::-1]
+    fake.fake.take_time(slow.ptr, 0.4)
+    begin = threading.Timer(0.1, lambda: fake.fake.set_capturing(captured.ptr, True))
+    begin.start()
+    with pytest.raises(ValueError, match="call it after the capture"):
+        gpuops.synchronize()
+    assert slow.query() and is_captured(fake, captured)
+    assert not fake.fake.take_misuse()
+    fake.fake.set_capturing(captured.ptr, False)
+    gpuops.synchronize()
+
+
 def test_the_per_thread_stream_of_two_threads(gpuops, gpu, scheduler):
     """One handle, and yet two streams: what one thread writes, the other one's work waits for."""
     per_thread = gpuops.Stream.from_external(Foreign((0, 2)))
@@ -793,6 +811,25 @@ def test_events_from_many_threads(gpuops):
         thread.join(120)
         assert not thread.is_alive()
     assert not errors, errors
+
+
+@pytest.mark.parametrize("others", ["idle", "slow"])
+def test_an_event_that_is_recorded_anew_while_it_is_waited_for(fake, others):
+    """The wait is for what was recorded when it began, and not for what comes instead."""
+    gpuops = fake.gpuops
+    fake.fake.set_scheduler("lazy")
+    stream, other, event = gpuops.Stream(), gpuops.Stream(), gpuops.Event()
+    fake.fake.take_time(stream.ptr, 0.5)
+    event.record(stream)
+    if others == "slow":
+        fake.fake.take_time(other.ptr, 3)
+    anew = threading.Timer(0.1, lambda: event.record(other))
+    anew.start()
+    event.synchronize()
+    assert stream.query()
+    anew.join()
+    assert event.query() == other.query() == (others == "idle")
+    gpuops.synchronize()
 
 
 def test_an_event_of_streams_that_are_gone(gpuops):

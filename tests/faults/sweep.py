@@ -99,6 +99,7 @@ NO_CODE = {200: "DeviceError", 209: "DeviceError"}  # the module is not for this
 TOLD_APART = {
     "cudaEventElapsedTime": {400: "ValueError", 600: "ValueError"},
     "cudaEventQuery": {600: None},
+    "cudaStreamIsCapturing": {906: "ValueError"},
     "cudaStreamQuery": {600: None},
     "cudaFuncGetAttributes": NO_CODE,
     "cudaFuncGetParamInfo": {1: None},
