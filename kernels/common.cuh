@@ -99,12 +99,17 @@ bool captures_ignore(int *mode);
 void captures_heed(int mode);
 
 template <class Function>
-void in_spite_of_captures(const Function &function)
+auto in_spite_of_captures(const Function &function)
 {
-    int mode = 0;
-    const bool ignored = captures_ignore(&mode);
-    function();
-    if (ignored) captures_heed(mode);
+    struct Ignoring {
+        int mode = 0;
+        bool ignored = captures_ignore(&mode);
+        ~Ignoring()
+        {
+            if (ignored) captures_heed(mode);
+        }
+    } ignoring;
+    return function();
 }
 
 /* runtime.cu: makes a device current, and the one before it again. */

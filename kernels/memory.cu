@@ -464,7 +464,8 @@ Status memory_note_use(Memory *memory, Stream *stream)
     pthread_mutex_unlock(&lock);
     if (status == STATUS_OK) return STATUS_OK;
     /* The work is queued and cannot be called back: without its event, it is waited for. */
-    const cudaError_t code = cudaStreamSynchronize(stream->handle);
+    const cudaError_t code =
+        in_spite_of_captures([&] { return cudaStreamSynchronize(stream->handle); });
     cuda_ignore(code);
     if (code != cudaSuccess) leave_unmarked(memory, stream->device);
     return status;
@@ -568,7 +569,9 @@ static bool await_ends(const Memory *memory)
         cudaError_t code =
             cudaStreamWaitEvent(home_handle(memory->stream), memory->uses[i].event, 0);
         cuda_ignore(code);
-        if (code != cudaSuccess) code = cudaEventSynchronize(memory->uses[i].event);
+        if (code != cudaSuccess)
+            code =
+                in_spite_of_captures([&] { return cudaEventSynchronize(memory->uses[i].event); });
         cuda_ignore(code);
         if (code != cudaSuccess) return false;
     }

@@ -289,8 +289,10 @@ bool device_is_captured(int device)
 
 Status stream_drain(void *stream)
 {
-    CUDA_TRY(cudaStreamSynchronize(static_cast<cudaStream_t>(stream)));
-    return STATUS_OK;
+    return in_spite_of_captures([&] {
+        return cuda_status(cudaStreamSynchronize(static_cast<cudaStream_t>(stream)),
+                           "cudaStreamSynchronize");
+    });
 }
 
 /* Waits that may be given up. CUDA's own cannot be, and so an event is asked for over and over
@@ -315,17 +317,13 @@ static Answer answer_of(cudaError_t code)
 
 static Answer ask_event(cudaEvent_t event)
 {
-    Answer answer = NO_ANSWER;
-    in_spite_of_captures([&] { answer = answer_of(cudaEventQuery(event)); });
-    return answer;
+    return in_spite_of_captures([&] { return answer_of(cudaEventQuery(event)); });
 }
 
 /* It is not captured, which the question would spoil. */
 static Answer ask_stream(const Stream *stream)
 {
-    Answer answer = NO_ANSWER;
-    in_spite_of_captures([&] { answer = answer_of(cudaStreamQuery(stream->handle)); });
-    return answer;
+    return in_spite_of_captures([&] { return answer_of(cudaStreamQuery(stream->handle)); });
 }
 
 bool event_is_over(cudaEvent_t event)
@@ -469,7 +467,8 @@ Status stream_query(Stream *stream, bool *done)
     return on_device(stream->device, [&] {
         /* The question alone would spoil the capture. */
         if (stream_is_capturing(stream)) return refuse_capture("query");
-        return is_done(cudaStreamQuery(stream->handle), "cudaStreamQuery", done);
+        return in_spite_of_captures(
+            [&] { return is_done(cudaStreamQuery(stream->handle), "cudaStreamQuery", done); });
     });
 }
 
@@ -671,7 +670,8 @@ Stream *event_stream(Event *event)
 Status event_query(Event *event, bool *done)
 {
     return on_device(event->device, [&] {
-        return is_done(cudaEventQuery(event->handle), "cudaEventQuery", done);
+        return in_spite_of_captures(
+            [&] { return is_done(cudaEventQuery(event->handle), "cudaEventQuery", done); });
     });
 }
 
@@ -694,8 +694,9 @@ static Status await_recording(Event *event, unsigned number, Stream *stream, Wat
     if (status == STATUS_OK && !holds)
         return stream_is_capturing(stream) ? refuse_capture("synchronize")
                                            : stream_await(stream, watch);
-    if (status == STATUS_OK && !done) CUDA_TRY(cudaEventSynchronize(event->handle));
-    return status;
+    if (status != STATUS_OK || done) return status;
+    return in_spite_of_captures(
+        [&] { return cuda_status(cudaEventSynchronize(event->handle), "cudaEventSynchronize"); });
 }
 
 Status event_synchronize(Event *event, Watch *watch)

@@ -17,7 +17,15 @@ import operators
 import pytest
 import reference
 from capsules import Producer, new_kind
-from helpers import INDEX_DTYPES, filled_array, keep_busy, run_child, same, turns_of
+from helpers import (
+    INDEX_DTYPES,
+    filled_array,
+    keep_busy,
+    run_child,
+    run_threads,
+    same,
+    turns_of,
+)
 
 MODES = ["raise", "wrap", "clip", "fill"]
 SCHEDULERS = [("now", 0), ("lazy", 0), *(("shuffled", seed) for seed in range(4))]
@@ -1274,6 +1282,34 @@ def test_a_captured_stream_waits_for_nobody(gpuops, gpu):
         same(out.to_host(), x[places])
         same(fresh.to_host(), x[places])
         del fresh
+
+
+UNCAPTURED = {
+    "Stream.synchronize": lambda gpuops, d, x: d.stream.synchronize(),
+    "Stream.query": lambda gpuops, d, x: d.stream.query(),
+    "Event.synchronize": lambda gpuops, d, x: d.stream.record().synchronize(),
+    "Event.query": lambda gpuops, d, x: d.stream.record().query(),
+    "to_host of a few": lambda gpuops, d, x: d[:10].to_host(),
+    "to_host": lambda gpuops, d, x: d.to_host(),
+    "to_host of every other one": lambda gpuops, d, x: d[::2].to_host(),
+    "to_device": lambda gpuops, d, x: gpuops.to_device(x, stream=d.stream),
+    "add": lambda gpuops, d, x: gpuops.add(d, d, stream=d.stream).to_host(),
+    "add on the host": lambda gpuops, d, x: gpuops.add(x, x, stream=d.stream),
+    "a small add on the host": lambda gpuops, d, x: gpuops.add(x[:10], x[:10], stream=d.stream),
+    "gather on the host": lambda gpuops, d, x: gpuops.gather(x, [1, 2], stream=d.stream),
+    "gather": lambda gpuops, d, x: gpuops.gather(d, [1, 2], stream=d.stream).to_host(),
+    "scatter_add on the host": lambda gpuops, d, x: gpuops.scatter_add(x, [1], 0, stream=d.stream),
+}
+
+
+@pytest.mark.parametrize("name", UNCAPTURED)
+def test_other_threads_spoil_no_capture(gpuops, capture, lazy, name):
+    """While one captures in the mode that is the default, others ask and wait all the same."""
+    x, captured = np.random.default_rng(0).random(1 << 20), gpuops.Stream()
+    d = gpuops.to_device(x, stream=gpuops.Stream())
+    d.fill(1, stream=d.stream)
+    with capture(captured):
+        run_threads([lambda: UNCAPTURED[name](gpuops, d, x)])
 
 
 def test_host_operands_in_a_capture(gpuops, capture):

@@ -1427,7 +1427,9 @@ class TestCapture:
         self.refused(fake, code, *unsupported)
         code = fake.library.cudaDeviceSynchronize()
         self.refused(fake, code, CAPTURE_UNSUPPORTED, "a stream of the device")
+        self.exchange(fake, 2)
         assert synchronize(fake, streams[1]) == 0
+        self.exchange(fake, 0)
         fake.library.cudaSetDevice(1)
         assert fake.library.cudaDeviceSynchronize() == 0
 
@@ -1453,7 +1455,7 @@ class TestCapture:
         self.refused(fake, wait(fake, streams[1], event), CAPTURE_MERGE, "of another capture")
         fake.set_capturing(streams[1], False)
 
-    def test_calls_that_no_capture_sees(self, fake, captured, event):
+    def test_calls_that_no_capture_sees(self, fake, streams, captured, event):
         pointer = ctypes.c_void_p()
 
         def calls():
@@ -1463,6 +1465,9 @@ class TestCapture:
             yield fake.library.cudaHostAlloc(ctypes.byref(pointer), size, 0)
             yield fake.library.cudaFreeHost(pointer)
             yield fake.library.cudaEventQuery(event)
+            yield fake.library.cudaEventSynchronize(event)
+            yield query(fake, streams[1])
+            yield synchronize(fake, streams[1])
 
         for mode in 0, 1:
             self.exchange(fake, mode)
@@ -1474,10 +1479,11 @@ class TestCapture:
         other.start()
         other.join()
         # Without a pointer there is nothing to free.
-        assert codes == [CAPTURE_UNSUPPORTED, 0, CAPTURE_UNSUPPORTED, 0, CAPTURE_UNSUPPORTED]
-        assert fake.take_misuse().count("\n") == 3
+        refused = [CAPTURE_UNSUPPORTED]
+        assert codes == [*refused, 0, *refused, 0, *refused * 4]
+        assert fake.take_misuse().count("\n") == 6
         assert self.exchange(fake, 2) == 1
-        assert list(calls()) == [0] * 5
+        assert list(calls()) == [0] * 8
         assert self.exchange(fake, 0) == 2
         assert fake.library.cudaThreadExchangeStreamCaptureMode(None) == INVALID_VALUE
 
@@ -1491,7 +1497,9 @@ class TestCapture:
         ):
             self.refused(fake, use(), CAPTURE_IMPLICIT, "the legacy default stream was used")
         assert self.status(fake, None)[0] == CAPTURE_IMPLICIT
+        self.exchange(fake, 2)
         assert query(fake, PER_THREAD) == 0
+        self.exchange(fake, 0)
         fake.set_capturing(stream, False)
         assert synchronize(fake, None) == 0
         destroy_stream(fake, stream)

@@ -452,6 +452,7 @@ cudaError_t cudaStreamSynchronize(cudaStream_t handle)
     BEGIN();
     Stream *stream;
     REQUIRE_SUCCESS(find_awaited_stream(__func__, handle, &stream));
+    REQUIRE_SUCCESS(refuse_while_capturing(__func__));
     run_to_the_end_of(stream);
     trim_pools(stream->device, false);
     return cudaSuccess;
@@ -462,6 +463,7 @@ cudaError_t cudaStreamQuery(cudaStream_t handle)
     BEGIN();
     Stream *stream;
     REQUIRE_SUCCESS(find_awaited_stream(__func__, handle, &stream));
+    REQUIRE_SUCCESS(refuse_while_capturing(__func__));
     if (stream->last) run_some_towards(stream->id, stream->last->number);
     return done(stream->first ? cudaErrorNotReady : cudaSuccess);
 }
@@ -664,6 +666,7 @@ cudaError_t cudaEventSynchronize(cudaEvent_t handle)
     BEGIN();
     Event *event;
     REQUIRE_SUCCESS(find_awaited_event(__func__, handle, &event));
+    REQUIRE_SUCCESS(refuse_while_capturing(__func__));
     if (event->work) run_until(event->stream, event->work);
     trim_pools(event->device, false);
     return cudaSuccess;
