@@ -393,13 +393,6 @@ static Ring *ring_create(void)
     return NULL;
 }
 
-static bool has_passed(cudaEvent_t event)
-{
-    const cudaError_t code = cudaEventQuery(event);
-    cuda_ignore(code);
-    return code == cudaSuccess;
-}
-
 /* Whether nothing is on its way through the ring. */
 static bool ring_is_over(Ring *ring, int device)
 {
@@ -409,7 +402,7 @@ static bool ring_is_over(Ring *ring, int device)
         ring->unmarked = code != cudaSuccess;
     }
     return !ring->unmarked &&
-           has_passed(ring->events[(ring->chunks + RING_BUFFERS - 1) % RING_BUFFERS]);
+           event_is_over(ring->events[(ring->chunks + RING_BUFFERS - 1) % RING_BUFFERS]);
 }
 
 /* Who takes a ring waits for nothing but the work of the own stream, and so no stream that is held

@@ -832,6 +832,28 @@ def test_an_event_that_is_recorded_anew_while_it_is_waited_for(fake, others):
     gpuops.synchronize()
 
 
+def test_an_event_that_is_recorded_anew_when_its_stream_is_captured(fake):
+    """Nothing tells any more when that was done, and the question would spoil the capture."""
+    gpuops = fake.gpuops
+    fake.fake.set_scheduler("lazy")
+    stream, other, event = gpuops.Stream(), gpuops.Stream(), gpuops.Event()
+    fake.fake.take_time(stream.ptr, 0.4)
+    event.record(stream)
+
+    def anew():
+        fake.fake.set_capturing(stream.ptr, True)
+        event.record(other)
+
+    timer = threading.Timer(0.1, anew)
+    timer.start()
+    with pytest.raises(ValueError, match="call it after the capture"):
+        event.synchronize()
+    timer.join()
+    assert not fake.fake.take_misuse()
+    fake.fake.set_capturing(stream.ptr, False)
+    gpuops.synchronize()
+
+
 def test_an_event_of_streams_that_are_gone(gpuops):
     """It keeps the last one, which another thread may replace as it is asked for.
 
