@@ -211,6 +211,26 @@ def run_threads(functions, *, timeout=120):
         raise errors[0]
 
 
+# Calls with a device array of doubles and a host array, that another thread may make in the
+# middle of a capture, which they have nothing to do with.
+UNCAPTURED = {
+    "Stream.synchronize": lambda gpuops, d, x: d.stream.synchronize(),
+    "Stream.query": lambda gpuops, d, x: d.stream.query(),
+    "Event.synchronize": lambda gpuops, d, x: d.stream.record().synchronize(),
+    "Event.query": lambda gpuops, d, x: d.stream.record().query(),
+    "to_host of a few": lambda gpuops, d, x: d[:10].to_host(),
+    "to_host": lambda gpuops, d, x: d.to_host(),
+    "to_host of every other one": lambda gpuops, d, x: d[::2].to_host(),
+    "to_device": lambda gpuops, d, x: gpuops.to_device(x, stream=d.stream),
+    "add": lambda gpuops, d, x: gpuops.add(d, d, stream=d.stream).to_host(),
+    "add on the host": lambda gpuops, d, x: gpuops.add(x, x, stream=d.stream),
+    "a small add on the host": lambda gpuops, d, x: gpuops.add(x[:10], x[:10], stream=d.stream),
+    "gather on the host": lambda gpuops, d, x: gpuops.gather(x, [1, 2], stream=d.stream),
+    "gather": lambda gpuops, d, x: gpuops.gather(d, [1, 2], stream=d.stream).to_host(),
+    "scatter_add on the host": lambda gpuops, d, x: gpuops.scatter_add(x, [1], 0, stream=d.stream),
+}
+
+
 def turns_of(count):
     """As many turns, or GPUOPS_TEST_CALLS where that is less: tools make a kernel take longer."""
     return min(count, int(os.environ.get("GPUOPS_TEST_CALLS", count)))

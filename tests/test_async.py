@@ -19,6 +19,7 @@ import reference
 from capsules import Producer, new_kind
 from helpers import (
     INDEX_DTYPES,
+    UNCAPTURED,
     filled_array,
     keep_busy,
     run_child,
@@ -1282,24 +1283,6 @@ def test_a_captured_stream_waits_for_nobody(gpuops, gpu):
         same(out.to_host(), x[places])
         same(fresh.to_host(), x[places])
         del fresh
-
-
-UNCAPTURED = {
-    "Stream.synchronize": lambda gpuops, d, x: d.stream.synchronize(),
-    "Stream.query": lambda gpuops, d, x: d.stream.query(),
-    "Event.synchronize": lambda gpuops, d, x: d.stream.record().synchronize(),
-    "Event.query": lambda gpuops, d, x: d.stream.record().query(),
-    "to_host of a few": lambda gpuops, d, x: d[:10].to_host(),
-    "to_host": lambda gpuops, d, x: d.to_host(),
-    "to_host of every other one": lambda gpuops, d, x: d[::2].to_host(),
-    "to_device": lambda gpuops, d, x: gpuops.to_device(x, stream=d.stream),
-    "add": lambda gpuops, d, x: gpuops.add(d, d, stream=d.stream).to_host(),
-    "add on the host": lambda gpuops, d, x: gpuops.add(x, x, stream=d.stream),
-    "a small add on the host": lambda gpuops, d, x: gpuops.add(x[:10], x[:10], stream=d.stream),
-    "gather on the host": lambda gpuops, d, x: gpuops.gather(x, [1, 2], stream=d.stream),
-    "gather": lambda gpuops, d, x: gpuops.gather(d, [1, 2], stream=d.stream).to_host(),
-    "scatter_add on the host": lambda gpuops, d, x: gpuops.scatter_add(x, [1], 0, stream=d.stream),
-}
 
 
 @pytest.mark.parametrize("name", UNCAPTURED)

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import reference
-from helpers import INDEX_DTYPES, filled_array, run_child, same
+from helpers import INDEX_DTYPES, UNCAPTURED, filled_array, run_child, run_threads, same
 from rtc import random_pair, saxpy_module
 
 # JAX takes most of the GPU's memory at once unless it is told not to, before it is imported.
@@ -1040,6 +1040,26 @@ def test_torch_captures_torch_tensors(torch, gpuops):
         assert torch.equal(result, x[places])
         assert torch.equal(out, result[places.flip(0)])
     gpuops.synchronize()
+
+
+@pytest.mark.parametrize("name", UNCAPTURED)
+def test_other_threads_spoil_no_capture_of_torch(torch, gpuops, name):
+    """torch captures in the mode in which CUDA forbids other threads what would spoil a capture."""
+    host = np.random.default_rng(0).random(1 << 20)
+    d = gpuops.to_device(host, stream=gpuops.Stream())
+    x, places = torch.rand(1000, 8, device="cuda"), torch.arange(100, device="cuda")
+    gpuops.gather(x, places)
+
+    def call():
+        first = gpuops.gather(x, places)
+        run_threads([lambda: UNCAPTURED[name](gpuops, d, host)])
+        return gpuops.gather(first, places)
+
+    result, graph = captured(torch, call)
+    places.copy_(torch.arange(99, -1, -1))
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(result, x[places][places])
 
 
 def test_torch_captures_every_operator(torch, gpuops):
