@@ -371,7 +371,7 @@ static PyObject *stream_get_ptr(PyObject *self, void *unused)
     return PyLong_FromUnsignedLongLong(stream_handle(stream_of(self)));
 }
 
-static PyObject *protocol_pair(const Stream *stream)
+static PyObject *protocol_pair(Stream *stream)
 {
     return Py_BuildValue("(iK)", 0, (unsigned long long)stream_handle(stream));
 }
@@ -500,7 +500,7 @@ static PyObject *stream_exit(PyObject *self, PyObject *args)
 
 static PyObject *stream_repr(PyObject *self)
 {
-    const Stream *stream = stream_of(self);
+    Stream *stream = stream_of(self);
     const uintptr_t handle = stream_handle(stream);
     const int device = stream_device(stream);
     if (handle == 1)

@@ -92,6 +92,17 @@ static inline int64_t microseconds(void)
     return now.tv_sec * 1000000 + now.tv_nsec / 1000;
 }
 
+/* Does what is to be done whatever came before it, of which a failure stays the one that is told.
+ */
+template <class Function>
+static Status even_so(Status status, const Function &function)
+{
+    if (status == STATUS_OK) return function();
+    const Failure first = *last_failure();
+    (void)function();
+    return fail_cuda(status, first.cuda_code, first.cuda_name, first.text);
+}
+
 /* memory.cu: while any stream of the process is captured, CUDA forbids some calls to the careless,
  * and spoils the capture. Between these two they do no harm. Where even the first one fails, the
  * calls are made all the same, because memory has to be given back whatever happens. */
@@ -138,8 +149,9 @@ struct Stream {
     int device;
     unsigned long long number; /* of its own, whatever handles and addresses are used again */
     int slot;                  /* where its kernels note bad indices; -1: none was needed yet */
-    bool ours;
+    bool ours, is_shared;      /* we made it; others know its handle */
     int references;
+    unsigned uses, idle; /* a number that changes with each, and what it was when all was done */
     Owner owner;
     Stream *next;
     Memory *free_memory[FREE_LISTS]; /* by size, see memory.cu */

@@ -25,17 +25,6 @@ Status begin_writing(const View *view, Stream *stream)
     return status;
 }
 
-/* Does what is to be done whatever came before it, of which a failure stays the one that is told.
- */
-template <class Function>
-static Status even_so(Status status, const Function &function)
-{
-    const Failure first = status == STATUS_OK ? Failure() : *last_failure();
-    const Status last = function();
-    if (status == STATUS_OK) return last;
-    return fail_cuda(status, first.cuda_code, first.cuda_name, first.text);
-}
-
 /* What is queued cannot be called back: who cannot be made to wait for it finds it done. */
 static Status make_wait(Stream *waiting, Stream *awaited)
 {

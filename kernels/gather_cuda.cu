@@ -524,17 +524,17 @@ static Status gather_on_current_device(const Call *call, Gather gather, int64_t 
     if (status == STATUS_OK && rows > 0) status = gather_tiles(&arena, gather);
     if (runtime_is_forked()) return status;
     /* Whatever happened, nothing may still be at work on the caller's memory. */
-    const Failure first = status == STATUS_OK ? Failure() : *last_failure();
-    const Status last = arena.is_over ? STATUS_OK : stream_drain(arena.stream);
-    *is_over = last == STATUS_OK;
-    slot_give(call->device, arena.slot, status != STATUS_OK);
-    if (arena.slab != NULL)
-        slab_give(arena.slab, arena.owner, last == STATUS_OK);
-    else
-        memory_release(arena.owned);
-    free(copy);
-    if (status == STATUS_OK) return last;
-    return fail_cuda(status, first.cuda_code, first.cuda_name, first.text);
+    return even_so(status, [&] {
+        const Status last = arena.is_over ? STATUS_OK : stream_drain(arena.stream);
+        *is_over = last == STATUS_OK;
+        slot_give(call->device, arena.slot, status != STATUS_OK);
+        if (arena.slab != NULL)
+            slab_give(arena.slab, arena.owner, last == STATUS_OK);
+        else
+            memory_release(arena.owned);
+        free(copy);
+        return last;
+    });
 }
 
 Status gather_on_cuda(const Call *call, const Gather &gather, int64_t index_count)

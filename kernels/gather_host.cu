@@ -140,10 +140,7 @@ static Status fetch_indices(HostTable *table)
     table->gather.indices = table->host_indices;
     if (status == STATUS_OK)
         status = copy_to_host(table->host_indices, table->packed.data, bytes, call->stream->handle);
-    const Failure first = status == STATUS_OK ? Failure() : *last_failure();
-    const Status last = stream_drain(call->stream->handle);
-    if (status == STATUS_OK) return last;
-    return fail_cuda(status, first.cuda_code, first.cuda_name, first.text);
+    return even_so(status, [&] { return stream_drain(call->stream->handle); });
 }
 
 /* Gathered on the host. */
@@ -302,22 +299,20 @@ static Status open_windows(HostTable *table, int64_t bytes, int count)
 static Status close_windows(HostTable *table, Status status)
 {
     if (runtime_is_forked()) return status;
-    const Failure first = status == STATUS_OK ? Failure() : *last_failure();
-    Status last = STATUS_OK;
-    if (table->lanes != NULL) {
-        last = stream_drain(table->lanes->up->handle);
-        const Failure failure = last == STATUS_OK ? Failure() : *last_failure();
-        if (last != STATUS_OK) {
-            (void)memory_note_use(table->buffers, table->lanes->up);
-            (void)fail_cuda(last, failure.cuda_code, failure.cuda_name, failure.text);
+    return even_so(status, [&] {
+        Status last = STATUS_OK;
+        if (table->lanes != NULL) {
+            last = stream_drain(table->lanes->up->handle);
+            if (last != STATUS_OK)
+                last = even_so(last,
+                               [&] { return memory_note_use(table->buffers, table->lanes->up); });
+            lanes_give(table->call->device, table->lanes);
         }
-        lanes_give(table->call->device, table->lanes);
-    }
-    if (table->buffers != NULL) memory_release(table->buffers);
-    table->lanes = NULL;
-    table->buffers = NULL;
-    if (status == STATUS_OK) return last;
-    return fail_cuda(status, first.cuda_code, first.cuda_name, first.text);
+        if (table->buffers != NULL) memory_release(table->buffers);
+        table->lanes = NULL;
+        table->buffers = NULL;
+        return last;
+    });
 }
 
 static Status gather_windows(HostTable *table, bool *has_room)
@@ -421,18 +416,18 @@ Status gather_host_table(Call *call, const Gather &gather, int64_t index_count)
         status = stream_drain(call->stream->handle);
     if (status == STATUS_OK) status = gather_described(&table);
     if (runtime_is_forked()) return status;
-    const Failure first = status == STATUS_OK ? Failure() : *last_failure();
-    Status last = STATUS_OK;
-    /* Of a table that somebody else has locked in part, the range may be locked. */
-    if (pinned_is_held(&use) || host_memory_is_pinned(call->inputs[0].data) ||
-        host_memory_is_pinned(table_box(table.gather).base))
-        last = stream_drain(call->stream->handle);
-    const bool is_waited_for =
-        status == STATUS_OK || status == STATUS_MEMORY_ERROR || status == STATUS_INTERRUPTED;
-    pinned_let_go(&use, call->device, last == STATUS_OK && is_waited_for);
-    release_all(&table);
-    if (status == STATUS_OK) return last;
-    return fail_cuda(status, first.cuda_code, first.cuda_name, first.text);
+    return even_so(status, [&] {
+        Status last = STATUS_OK;
+        /* Of a table that somebody else has locked in part, the range may be locked. */
+        if (pinned_is_held(&use) || host_memory_is_pinned(call->inputs[0].data) ||
+            host_memory_is_pinned(table_box(table.gather).base))
+            last = stream_drain(call->stream->handle);
+        const bool is_waited_for =
+            status == STATUS_OK || status == STATUS_MEMORY_ERROR || status == STATUS_INTERRUPTED;
+        pinned_let_go(&use, call->device, last == STATUS_OK && is_waited_for);
+        release_all(&table);
+        return last;
+    });
 }
 
 #endif

@@ -305,7 +305,7 @@ bool stream_try_release(Stream *stream);
  * stream of its device, borrowed. Another library may destroy a stream of which only the handle is
  * known. */
 Stream *stream_that_lasts(Stream *stream);
-uintptr_t stream_handle(const Stream *stream); /* 1 for the legacy default stream, never 0 */
+uintptr_t stream_handle(Stream *stream); /* 1 for the legacy default stream, never 0 */
 int stream_device(const Stream *stream);
 Status stream_synchronize(Stream *stream, Watch *watch);
 Status stream_query(Stream *stream, bool *done);

@@ -540,11 +540,8 @@ static Status measure_with_gpu(const Areas &host, const Areas &far, int device, 
     step(STEP_ON_GPU, [&] { return measure_on_gpu(areas, rates); });
     if (status == STATUS_OK) status = estimate_products(device, rates);
     /* Nothing may still be at work on memory that is about to go. */
-    const Failure first = status == STATUS_OK ? Failure() : *last_failure();
-    if (areas.stream != NULL && status != STATUS_OK) {
-        (void)stream_synchronize(areas.stream, NULL);
-        status = fail_cuda(status, first.cuda_code, first.cuda_name, first.text);
-    }
+    if (areas.stream != NULL && status != STATUS_OK)
+        status = even_so(status, [&] { return stream_synchronize(areas.stream, NULL); });
     if (memory != NULL) memory_release(memory);
     if (areas.stream != NULL) stream_release(areas.stream);
     return status;

@@ -380,26 +380,20 @@ static Status launch_in_order(const Launch *launch, Prepared *prepared)
     }
     if (status == STATUS_OK) status = run(launch);
     const bool launched = status == STATUS_OK;
-    Failure first; /* only set where there is one */
-    if (!launched) first = *last_failure();
-    const auto note = [&](Status last) {
-        if (status != STATUS_OK || last == STATUS_OK) return;
-        status = last;
-        first = *last_failure();
-    };
     bool in_place = false;
     for (int i = 0; i < ready && !runtime_is_forked(); i++) {
         in_place = in_place || prepared[i].in_place;
-        note(finish(launch, i, &prepared[i], launched && status != STATUS_INTERRUPTED));
+        const bool wanted = launched && status != STATUS_INTERRUPTED;
+        status = even_so(status, [&] { return finish(launch, i, &prepared[i], wanted); });
     }
     if (runtime_is_forked()) return status;
-    const Status last = in_place ? stream_drain(launch->stream->handle) : STATUS_OK;
-    note(last);
+    Status last = STATUS_OK;
+    if (in_place)
+        status = even_so(status, [&] { return last = stream_drain(launch->stream->handle); });
     for (int i = 0; i < ready; i++)
         if (prepared[i].in_place)
             pinned_let_go(&prepared[i].use, launch->stream->device, last == STATUS_OK);
-    if (status == STATUS_OK) return STATUS_OK;
-    return fail_cuda(status, first.cuda_code, first.cuda_name, first.text);
+    return status;
 }
 
 Status kernel_launch(const Launch *launch)

@@ -431,9 +431,9 @@ static Status drain_lanes(Pipeline *pipeline)
     for (Stream *stream : streams) {
         const Status drained = stream_drain(stream->handle);
         if (drained == STATUS_OK) continue;
-        const Failure failure = *last_failure();
-        if (pipeline->memory != NULL) (void)memory_note_use(pipeline->memory, stream);
-        status = fail_cuda(drained, failure.cuda_code, failure.cuda_name, failure.text);
+        status = drained;
+        if (pipeline->memory != NULL)
+            status = even_so(status, [&] { return memory_note_use(pipeline->memory, stream); });
     }
     return status;
 }
@@ -442,13 +442,8 @@ static Status close_pipeline(Pipeline *pipeline, Status status)
 {
     if (runtime_is_forked()) return status;
     if (pipeline->traffic != NULL) status = traffic_close(pipeline->traffic, status);
-    const Failure first = status == STATUS_OK ? Failure() : *last_failure();
     if (pipeline->lanes != NULL) {
-        const Status last = drain_lanes(pipeline);
-        if (status == STATUS_OK)
-            status = last;
-        else
-            status = fail_cuda(status, first.cuda_code, first.cuda_name, first.text);
+        status = even_so(status, [&] { return drain_lanes(pipeline); });
         lanes_give(pipeline->parts->call->device, pipeline->lanes);
     }
     if (pipeline->memory != NULL) memory_release(pipeline->memory);

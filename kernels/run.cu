@@ -157,21 +157,15 @@ static Status run_in_order(Call *call)
 
     if (runtime_is_forked()) return status;
     /* What was queued before a failure is ordered all the same. */
-    Failure first = status == STATUS_OK ? Failure() : *last_failure();
-    const auto keep_the_first = [&](Status ended) {
-        if (status != STATUS_OK || ended == STATUS_OK) return;
-        status = ended;
-        first = *last_failure();
-    };
-    keep_the_first(end_writing(&out, stream));
+    status = even_so(status, [&] { return end_writing(&out, stream); });
     for (int i = 0; i < ready; i++) {
         if (brought[i].copy != NULL) memory_release(brought[i].copy);
-        if (brought[i].read) keep_the_first(end_reading(&brought[i].given, stream));
+        if (brought[i].read)
+            status = even_so(status, [&] { return end_reading(&brought[i].given, stream); });
     }
     if (fresh != NULL) memory_release(fresh);
     view_copy(&call->out, &out);
-    if (status == STATUS_OK) return STATUS_OK;
-    return fail_cuda(status, first.cuda_code, first.cuda_name, first.text);
+    return status;
 }
 
 /* Between arrays on the host: the operator runs as it does between arrays on the device, and the
@@ -186,14 +180,8 @@ static Status run_through_device(Call *call)
     call->slot = slot_take(call->device);
     status = run_in_order(call);
     /* Whatever happened, nothing may still be at work on the caller's memory. */
-    const Failure first = status == STATUS_OK ? Failure() : *last_failure();
-    const Status last = stream_drain(call->stream->handle);
-    if (status != STATUS_OK)
-        status = fail_cuda(status, first.cuda_code, first.cuda_name, first.text);
-    else if (last != STATUS_OK)
-        status = last;
-    else
-        status = slot_check(call->stream, call->slot, false);
+    status = even_so(status, [&] { return stream_drain(call->stream->handle); });
+    if (status == STATUS_OK) status = slot_check(call->stream, call->slot, false);
     slot_give(call->device, call->slot, status != STATUS_OK);
     call->slot = -1;
     if (status == STATUS_OK) status = copy_view(&out, &call->out, call->stream, NULL);
@@ -252,13 +240,8 @@ static Status run_in_slab(Call *call, Slab *slab)
         box_pack(given, place);
         place = lay_out(place, call, input);
     }
-    Status status = call->op->run(call);
-    const Failure first = status == STATUS_OK ? Failure() : *last_failure();
-    const Status last = stream_drain(call->stream->handle);
-    if (status != STATUS_OK)
-        status = fail_cuda(status, first.cuda_code, first.cuda_name, first.text);
-    else
-        status = last;
+    Status status = call->op->run(call), last;
+    status = even_so(status, [&] { return last = stream_drain(call->stream->handle); });
     /* As whenever somebody waits: a bad index of an earlier call is told of now. */
     if (status == STATUS_OK) status = slot_check(call->stream, call->stream->slot, true);
     if (status == STATUS_OK) box_unpack(box_of(&out), static_cast<char *>(call->out.data));

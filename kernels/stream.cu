@@ -160,9 +160,16 @@ Status stream_find_device(uintptr_t number, int *device)
     return STATUS_OK;
 }
 
+/* Who holds it queues work, and before it is let go. */
+static void note_use(Stream *stream)
+{
+    __atomic_add_fetch(&stream->uses, 1, __ATOMIC_RELAXED);
+}
+
 Stream *stream_hold(Stream *stream)
 {
     __atomic_add_fetch(&stream->references, 1, __ATOMIC_RELAXED);
+    note_use(stream);
     return stream;
 }
 
@@ -213,11 +220,13 @@ static bool release(Stream *stream, bool at_once)
 
 bool stream_try_release(Stream *stream)
 {
+    note_use(stream);
     return release(stream, true);
 }
 
 void stream_release(Stream *stream)
 {
+    note_use(stream);
     (void)release(stream, false);
 }
 
@@ -227,9 +236,9 @@ Stream *next_held_stream(int device, Stream *before)
     Stream *stream = before == NULL ? devices[device].streams : before->next;
     while (stream != NULL && __atomic_load_n(&stream->references, __ATOMIC_RELAXED) == 0)
         stream = stream->next;
-    if (stream != NULL) stream_hold(stream);
+    if (stream != NULL) __atomic_add_fetch(&stream->references, 1, __ATOMIC_RELAXED);
     pthread_mutex_unlock(&lock);
-    if (before != NULL) stream_release(before);
+    if (before != NULL) (void)release(before, false);
     return stream;
 }
 
@@ -240,8 +249,9 @@ Stream *stream_that_lasts(Stream *stream)
     return lasts ? stream : legacy_stream(stream->device);
 }
 
-uintptr_t stream_handle(const Stream *stream)
+uintptr_t stream_handle(Stream *stream)
 {
+    __atomic_store_n(&stream->is_shared, true, __ATOMIC_RELAXED);
     const cudaStream_t handle = stream->handle == 0 ? cudaStreamLegacy : stream->handle;
     return reinterpret_cast<uintptr_t>(handle);
 }
@@ -315,11 +325,6 @@ static Answer answer_of(cudaError_t code)
     return code == cudaSuccess ? DONE : code == cudaErrorNotReady ? NOT_YET : NO_ANSWER;
 }
 
-static Answer ask_event(cudaEvent_t event)
-{
-    return in_spite_of_captures([&] { return answer_of(cudaEventQuery(event)); });
-}
-
 /* It is not captured, which the question would spoil. */
 static Answer ask_stream(const Stream *stream)
 {
@@ -328,7 +333,7 @@ static Answer ask_stream(const Stream *stream)
 
 bool event_is_over(cudaEvent_t event)
 {
-    return ask_event(event) == DONE;
+    return in_spite_of_captures([&] { return answer_of(cudaEventQuery(event)); }) == DONE;
 }
 
 static void pause_in_wait(int64_t waited, bool sleeps)
@@ -345,27 +350,32 @@ static void pause_in_wait(int64_t waited, bool sleeps)
     }
 }
 
-/* Asks until there is another answer than NOT_YET, on the device that is current. *done: it was
- * DONE; if not, CUDA's own wait is to follow. */
+/* Asks until there is another answer than NOT_YET, or it is time to look for signals again. */
+template <class Ask>
+static Answer ask_for_a_while(int64_t begin, bool sleeps, const Ask &ask)
+{
+    const int64_t end = microseconds() + WATCH_MICROSECONDS;
+    Answer answer = ask();
+    for (int64_t now = 0; answer == NOT_YET && now < end; answer = ask()) {
+        now = microseconds();
+        pause_in_wait(now - begin, sleeps);
+    }
+    return answer;
+}
+
+/* The same for as long as it takes, on the device that is current. *done: the answer was DONE; if
+ * not, CUDA's own wait is to follow. */
 template <class Ask>
 static Status ask_until_done(Watch *watch, int device, bool sleeps, bool *done, const Ask &ask)
 {
     *done = false;
     if (watch == NULL) return STATUS_OK;
-    Answer answer = ask();
-    if (answer == NOT_YET) {
-        const int64_t begin = microseconds();
-        int64_t looked = begin;
-        do {
-            const int64_t now = microseconds();
-            if (now - looked >= WATCH_MICROSECONDS && !runtime_is_leaving()) {
-                const Status status = ask_watch(watch, device, 0, 0);
-                if (status != STATUS_OK) return status;
-                looked = microseconds();
-            }
-            pause_in_wait(now - begin, sleeps);
-            answer = ask();
-        } while (answer == NOT_YET);
+    const int64_t begin = microseconds();
+    Answer answer;
+    while ((answer = in_spite_of_captures([&] { return ask_for_a_while(begin, sleeps, ask); })) ==
+           NOT_YET) {
+        const Status status = runtime_is_leaving() ? STATUS_OK : ask_watch(watch, device, 0, 0);
+        if (status != STATUS_OK) return status;
     }
     *done = answer == DONE;
     return STATUS_OK;
@@ -404,8 +414,8 @@ static Status await_end(const Stream *stream, Watch *watch, bool *done)
     *done = false;
     const cudaEvent_t end = event_at_end(stream);
     if (end == NULL) return STATUS_OK;
-    Status status =
-        ask_until_done(watch, stream->device, false, done, [&] { return ask_event(end); });
+    Status status = ask_until_done(watch, stream->device, false, done,
+                                   [&] { return answer_of(cudaEventQuery(end)); });
     if (!runtime_is_forked()) event_give(stream->device, end);
     return status;
 }
@@ -488,19 +498,32 @@ static unsigned long long noted_call(const Stream *stream)
     return call == 0 ? ~0ull : call;
 }
 
-/* A device cannot be asked: its streams are, as far as they are known. None is captured at first,
- * but one may be while others are waited for, and is left alone then. */
+/* A stream that only we know, and that nobody has used since all on it was done. Those of pipelines
+ * are held by nobody, but what is queued there is done in moments. */
+static bool is_known_idle(const Stream *stream, unsigned uses)
+{
+    return stream->ours && !__atomic_load_n(&stream->is_shared, __ATOMIC_RELAXED) &&
+           uses == __atomic_load_n(&stream->idle, __ATOMIC_RELAXED);
+}
+
+/* A device cannot be asked: its streams are, as far as they are known and not idle. None is
+ * captured at first, but one may be while others are waited for, and is left alone then. */
 static Status await_streams(int device, Watch *watch, bool *waited)
 {
     *waited = false;
     if (watch == NULL) return STATUS_OK;
     Status status = STATUS_OK;
-    const auto await = [&](const Stream *stream) {
-        if (status != STATUS_OK || (*waited && stream_is_capturing(stream))) return;
-        bool done;
-        if (ask_stream(stream) != NOT_YET) return;
-        *waited = true;
-        status = await_end(stream, watch, &done);
+    const auto await = [&](Stream *stream) {
+        const unsigned uses = __atomic_load_n(&stream->uses, __ATOMIC_RELAXED);
+        if (status != STATUS_OK || is_known_idle(stream, uses)) return;
+        if (*waited && stream_is_capturing(stream)) return;
+        const Answer answer = ask_stream(stream);
+        bool done = answer == DONE;
+        if (answer == NOT_YET) {
+            *waited = true;
+            status = await_end(stream, watch, &done);
+        }
+        if (done) __atomic_store_n(&stream->idle, uses, __ATOMIC_RELAXED);
     };
     await(legacy_stream(device));
     for_each_held_stream(device, await);
@@ -574,6 +597,7 @@ static Status check_captures(const Stream *waiting, const Stream *awaited)
 static Status wait_by_event(Stream *waiting, Stream *awaited)
 {
     cudaEvent_t event = NULL;
+    note_use(waiting);
     Status status = on_device(awaited->device, [&] {
         Status taken = event_take(awaited->device, &event);
         if (taken != STATUS_OK) return taken;
@@ -687,7 +711,7 @@ static Status await_recording(Event *event, unsigned number, Stream *stream, Wat
 {
     bool done, holds = true;
     Status status = ask_until_done(watch, event->device, event->sleeps, &done, [&] {
-        const Answer answer = ask_event(event->handle);
+        const Answer answer = answer_of(cudaEventQuery(event->handle));
         holds = is_recording(event, number);
         return holds ? answer : NO_ANSWER;
     });
@@ -740,6 +764,7 @@ Status event_wait(Event *event, Stream *waiting)
     status = check_captures(waiting, awaited);
     stream_release(awaited);
     if (status != STATUS_OK) return status;
+    note_use(waiting);
     return on_device(waiting->device, [&] {
         return cuda_status(cudaStreamWaitEvent(waiting->handle, event->handle, 0),
                            "cudaStreamWaitEvent");
@@ -957,7 +982,7 @@ Stream *stream_that_lasts(Stream *stream)
     return stream;
 }
 
-uintptr_t stream_handle(const Stream *)
+uintptr_t stream_handle(Stream *)
 {
     return 0;
 }

@@ -863,9 +863,11 @@ static Status end_transfer(Transfer *transfer, Status status)
     ring->stream = transfer->stream;
     if (status != STATUS_OK) {
         /* What is queued may have no event behind it. */
-        const Failure failure = *last_failure();
-        ring->unmarked = stream_drain(transfer->stream) != STATUS_OK;
-        status = fail_cuda(status, failure.cuda_code, failure.cuda_name, failure.text);
+        status = even_so(status, [&] {
+            const Status last = stream_drain(transfer->stream);
+            ring->unmarked = last != STATUS_OK;
+            return last;
+        });
     }
     ring_give(transfer->ordinal, ring);
     return status;

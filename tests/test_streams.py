@@ -772,6 +772,48 @@ def test_nothing_waits_that_need_not(gpuops, gpu):
     assert gpu.fake.pending() > 0
 
 
+def test_synchronize_asks_only_streams_in_use(gpuops, gpu, scheduler):
+    """It asks them one by one, so that a signal can end it: an idle one costs next to nothing."""
+    if gpu.fake is None:
+        pytest.skip("the fake runtime counts the calls")
+
+    def asked():
+        before = gpu.fake.calls("cudaStreamQuery")
+        gpuops.synchronize()
+        return gpu.fake.calls("cudaStreamQuery") - before
+
+    stream, event = gpuops.Stream(), gpuops.Stream().record()
+    many = [gpuops.Stream() for _ in range(20)]
+    d, out = gpuops.to_device(np.arange(100), stream=stream), gpuops.zeros(1, "i8", stream=stream)
+    gc.collect()
+    gpuops.synchronize()
+    others = asked()
+    uses = {
+        "nothing": lambda: None,
+        "fill": lambda: d.fill(3, stream=stream),
+        "gather": lambda: gpuops.gather(d, [5], out=out, stream=stream),
+        "with": lambda: gpuops.add(d, d),
+        "to_device": lambda: gpuops.to_device(np.arange(3), stream=stream),
+        "wait for an event": lambda: stream.wait(event),
+        "wait for a stream": lambda: stream.wait(many[0]),
+    }
+    for name, use in uses.items():
+        if name == "with":
+            with stream:
+                use()
+        else:
+            use()
+        assert asked() - others in ((0,) if name == "nothing" else (1, 2)), name  # and the awaited
+        assert asked() == others, name
+    for known in many[:3]:
+        assert known.ptr  # others may use it from now on
+        others += 1
+        assert asked() == asked() == others
+    del known
+    many.clear()
+    assert asked() == others - 3
+
+
 def test_streams_come_and_go(gpuops, scheduler):
     """Arrays outlive the streams that they were made on."""
     arrays = []
