@@ -122,7 +122,10 @@ sys.path.append({str(ROOT)!r})
 from benchmarks.harness import Run
 run = Run(case_seconds=0.01)
 """
-    return run_child(device.gpuops, prelude + source, GPUOPS_CACHE_DIR=str(folder / "cache"))
+    environment = {"GPUOPS_CACHE_DIR": str(folder / "cache")}
+    if device.fake is None:
+        environment["CUDA_VISIBLE_DEVICES"] = ""  # the build may know a GPU that is there
+    return run_child(device.gpuops, prelude + source, **environment)
 
 
 def test_a_size_without_memory(cpu_device, tmp_path):
