@@ -360,8 +360,9 @@ int locate(State *state, const char *op, const char *name, View *view)
 /* Owners of what is imported. */
 
 /* By the book a deleter needs nothing of Python. But many are Python functions underneath, and must
- * not find, or lose, an exception that is on its way. */
+ * not find, or lose, an exception that is on its way, nor what the call has to say that failed. */
 typedef struct Quiet {
+    Failure *failures, theirs;
     bool is_python;
     PyGILState_STATE state;
     PyObject *type, *value, *traceback;
@@ -369,6 +370,7 @@ typedef struct Quiet {
 
 static void begin_quiet(Quiet *quiet)
 {
+    quiet->failures = record_failures_in(&quiet->theirs);
     quiet->is_python = Py_IsInitialized();
     if (!quiet->is_python) return;
     quiet->state = PyGILState_Ensure();
@@ -377,9 +379,11 @@ static void begin_quiet(Quiet *quiet)
 
 static void end_quiet(Quiet *quiet)
 {
-    if (!quiet->is_python) return;
-    PyErr_Restore(quiet->type, quiet->value, quiet->traceback);
-    PyGILState_Release(quiet->state);
+    if (quiet->is_python) {
+        PyErr_Restore(quiet->type, quiet->value, quiet->traceback);
+        PyGILState_Release(quiet->state);
+    }
+    (void)record_failures_in(quiet->failures);
 }
 
 void dlpack_delete(void *context)
@@ -475,7 +479,7 @@ int has_dlpack(PyTypeObject *type)
 
 /* Its answer on a stream, or without one for data on the host. An older producer takes fewer
  * arguments, which shows as a TypeError. */
-static PyObject *call_dlpack(PyObject *object, const Stream *stream)
+static PyObject *call_dlpack(PyObject *object, Stream *stream)
 {
     PyObject *result = NULL, *value = NULL, *arguments = NULL, *keywords = NULL;
     PyObject *method = PyObject_GetAttrString(object, "__dlpack__");

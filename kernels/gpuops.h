@@ -42,6 +42,9 @@ typedef struct Failure {
 } Failure;
 
 const Failure *last_failure(void);
+/* Failures of this thread go there from now on (NULL: to its own record), and what they went to so
+ * far is returned: who is called in the middle of a call does not touch what that has to say. */
+Failure *record_failures_in(Failure *record);
 
 /* Each records a failure and returns its status: `return fail(STATUS_VALUE_ERROR, "...", ...);` */
 Status fail(Status status, const char *format, ...) __attribute__((format(printf, 2, 3)));

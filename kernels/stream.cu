@@ -160,7 +160,7 @@ Status stream_find_device(uintptr_t number, int *device)
     return STATUS_OK;
 }
 
-/* Who holds it queues work, and before it is let go. */
+/* Work is queued by those who hold it, before they let go, and may be waited for before that. */
 static void note_use(Stream *stream)
 {
     __atomic_add_fetch(&stream->uses, 1, __ATOMIC_RELAXED);
@@ -424,6 +424,7 @@ Status stream_await(Stream *stream, Watch *watch)
 {
     bool done = false;
     Status status = STATUS_OK;
+    note_use(stream);
     if (watch != NULL && !stream_is_capturing(stream)) {
         const Answer answer = ask_stream(stream);
         done = answer == DONE;
@@ -597,7 +598,6 @@ static Status check_captures(const Stream *waiting, const Stream *awaited)
 static Status wait_by_event(Stream *waiting, Stream *awaited)
 {
     cudaEvent_t event = NULL;
-    note_use(waiting);
     Status status = on_device(awaited->device, [&] {
         Status taken = event_take(awaited->device, &event);
         if (taken != STATUS_OK) return taken;
@@ -608,6 +608,7 @@ static Status wait_by_event(Stream *waiting, Stream *awaited)
             return cuda_status(cudaStreamWaitEvent(waiting->handle, event, 0),
                                "cudaStreamWaitEvent");
         });
+    note_use(waiting);
     if (event != NULL) event_give(awaited->device, event);
     return status;
 }
@@ -764,11 +765,12 @@ Status event_wait(Event *event, Stream *waiting)
     status = check_captures(waiting, awaited);
     stream_release(awaited);
     if (status != STATUS_OK) return status;
-    note_use(waiting);
-    return on_device(waiting->device, [&] {
+    status = on_device(waiting->device, [&] {
         return cuda_status(cudaStreamWaitEvent(waiting->handle, event->handle, 0),
                            "cudaStreamWaitEvent");
     });
+    note_use(waiting);
+    return status;
 }
 
 /* Bad indices. */

@@ -1327,3 +1327,39 @@ def test_their_stream_may_be_gone_when_the_work_is_over(fake_device, role, where
     with leaving_nothing(fake_device), gpuops.device("cuda:0"):
         fake.set_scheduler("lazy")
         call()
+
+
+def test_owners_that_call_do_not_touch_what_a_failed_call_says(fake_device):
+    """An owner is let go in the middle of a call, which has failed, and calls gpuops itself."""
+    gpuops, fake, told = fake_device.gpuops, fake_device.fake, []
+
+    class Owner:
+        def __init__(self, d):
+            self.d, self.__cuda_array_interface__ = d, d.__cuda_array_interface__
+
+        def __del__(self):
+            with pytest.raises(IndexError, match="index 7 is out of bounds"):
+                gpuops.gather(np.arange(3), [7], device="cpu")
+            told.append(gpuops)
+
+    d, stream = gpuops.to_device(np.arange(100.0)), gpuops.Stream()
+    places = gpuops.to_device(np.arange(40))[::2]
+    for number in range(1, 200):
+        fake.set_scheduler("lazy")
+        imported = gpuops.asarray(Owner(d))
+        gpuops.gather(imported, [1], stream=stream)
+        del imported
+        assert not told  # it is still read
+        fake.run()
+        with fake.fail(number, 1) as fault:  # cudaErrorInvalidValue
+            try:
+                gpuops.gather(d, places)
+            except gpuops.DeviceError as error:
+                assert "cudaErrorInvalidValue" in str(error)
+        fake.reset()
+        gpuops.synchronize()
+        assert told
+        told.clear()
+        if not fault.reached:
+            break
+    assert 5 < number < 199
