@@ -108,7 +108,7 @@ class Fake:
         self.library = ctypes.CDLL(str(self.path))
         self.library.fake_calls.restype = ctypes.c_long
         self.library.fake_pending.restype = ctypes.c_long
-        self.library.fake_errors.restype = ctypes.c_long
+        self.library.fake_taken.restype = ctypes.c_long
 
     def set_driver(self, state):
         """`state`: "fine", "none", "old", "stub" or "no-device"."""
@@ -198,9 +198,9 @@ class Fake:
         """How many operations are queued: copies, kernels, waits and so on."""
         return self.library.fake_pending()
 
-    def errors(self):
-        """How many errors calls have given: that work is still going on is one, too."""
-        return self.library.fake_errors()
+    def taken(self, code):
+        """How often somebody has taken this error out of CUDA's slot for the last one."""
+        return self.library.fake_taken(code)
 
     def set_capturing(self, stream, on):
         """Begins or ends a capture on a stream, a handle; the work on it is done all the same.

@@ -106,12 +106,9 @@ void visit(const char *call)
     visiting = false;
 }
 
-static long errors;
-
 cudaError_t done(cudaError_t code)
 {
     if (code == cudaSuccess) return code;
-    errors++;
     last_error = code;
     return code;
 }
@@ -550,11 +547,16 @@ cudaError_t cudaRuntimeGetVersion(int *version)
     return cudaSuccess;
 }
 
+enum { MOST_CODES = 1000 };
+static long taken[MOST_CODES];
+
 cudaError_t cudaGetLastError(void)
 {
     BEGIN_WITHOUT_DRIVER();
     cudaError_t code = last_error;
-    if (!context_is_lost()) last_error = cudaSuccess; /* nobody gets rid of the other kind */
+    if (context_is_lost()) return code; /* nobody gets rid of this kind */
+    last_error = cudaSuccess;
+    taken[code]++;
     return code;
 }
 
@@ -718,11 +720,11 @@ int64_t fake_cuda_slab_bytes(int64_t bytes)
     return machine.slab_bytes >= 0 ? machine.slab_bytes : bytes;
 }
 
-/* How many errors calls have given, each of which took the place of the last one. */
-long fake_errors(void)
+/* How often somebody has taken this error out of the slot for the last one. */
+long fake_taken(int code)
 {
     LOCKED();
-    return errors;
+    return taken[code];
 }
 
 static atomic_int ring_divisor; /* asked for too often to take the lock */

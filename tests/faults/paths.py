@@ -420,7 +420,7 @@ def windows(gpu):
 
 PART_BYTES = 16 << 10
 LEAST_IN_PARTS = 2 * PART_BYTES + 16  # bytes of a result on the host: three parts
-LEAST_AROUND = (32 << 10) + 8  # bytes of a copy that uses a buffer of its ring a second time
+LEAST_AROUND = (128 << 10) + 8  # bytes of a copy that uses a buffer of its ring a second time
 
 
 def with_small_sizes(gpu):
@@ -568,7 +568,7 @@ def a_large_array(gpu):
 def large_arrays_on_two_streams(gpu):
     """A ring is taken over from a stream that may still be at it."""
     with_small_sizes(gpu)
-    x, y = np.arange(10_000, dtype=np.uint8), np.arange(10_001, dtype=np.uint8)
+    x, y = (np.arange(LEAST_AROUND + more).astype(np.uint8) for more in range(2))
     streams = gpu.gpuops.Stream(device=0), gpu.gpuops.Stream(device=0)
 
     def run():
@@ -893,6 +893,17 @@ def timed_events(gpu):
         return start.elapsed_time(end) >= 0
 
     return Case(run)
+
+
+@path("streams")
+def elapsed_time(gpu):
+    """Of what is over: where there is nothing to wait for, other libraries' errors stay as well."""
+    stream = gpu.gpuops.Stream(device=0)
+    start, end = (gpu.gpuops.Event(timing=True, device=0) for _ in range(2))
+    start.record(stream)
+    end.record(stream)
+    end.synchronize()
+    return Case(lambda: start.elapsed_time(end) >= 0)
 
 
 @path("streams")

@@ -375,15 +375,14 @@ class Step:
         """Of this our calls are not to hear, and it is there for its owner after them."""
         with self.gpu.fake.fail(1, FOREIGN, function="cudaGetDevice"):
             self.gpu.fake.library.cudaGetDevice(ctypes.byref(ctypes.c_int()))
-        self.errors = self.gpu.fake.errors()
+        self.taken = self.gpu.fake.taken(FOREIGN)
 
     def require_foreign_error(self):
-        """Only an error of our own, which CUDA puts in its place, may have gone with it."""
+        """Nobody has taken it, though CUDA may have put one of ours in its place."""
         fake = self.gpu.fake
+        require(fake.taken(FOREIGN) == self.taken, "another library's error was taken away")
         latched = fake.library.cudaGetLastError()
         require(latched in (0, FOREIGN), f"error {latched} is left for others to stumble over")
-        is_there = latched == FOREIGN or fake.errors() > self.errors
-        require(is_there, "another library's error was taken away")
 
     def struck(self):
         """The names of all calls that failed."""
