@@ -522,7 +522,8 @@ static Status take_areas(Memory **memory, Areas *areas)
     return fill_view_with(&all, &zero, areas->stream);
 }
 
-/* Nothing may still be at work on memory that is about to go. */
+/* After a failure something may still be at work on memory that is about to go; all else has been
+ * waited for. */
 static Status at_rest(Status status, const Areas &areas)
 {
     if (status == STATUS_OK) return status;

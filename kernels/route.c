@@ -412,6 +412,7 @@ const char *rate_name(int rate, char *text, size_t size)
         "up_far",         "down_small",        "down_large",       "down_far", "up_locked",
         "both_ways",      "slab_start",
     };
+    _Static_assert(sizeof OTHERS / sizeof *OTHERS == RATES - RATE_INTEGER_FACTOR, "");
     if (rate >= RATE_INTEGER_FACTOR)
         snprintf(text, size, "%s", OTHERS[rate - RATE_INTEGER_FACTOR]);
     else

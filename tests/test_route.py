@@ -228,16 +228,21 @@ near(candidates("matmul", a, a)["cpu"].seconds, 1e-9 * 1200)
 
 def test_copies_go_by_rates_of_three_lengths(child):
     child("""
-keep(up_small=9e-11, up_large=4e-11, up_far=1e-11)
+keep(up_small=9e-11, up_large=4e-11, up_far=2.56e-11, **{"gather.gpu": 1e-15},
+     down_small=18e-11, down_large=8e-11, down_far=5.12e-11)
 i = np.zeros(1, "i8")
-def rate(nbytes):
-    x = np.empty(nbytes // 4, "f4")
-    found = candidates("gather", x, i)["cuda"]
+def rate_up(nbytes):
+    found = candidates("gather", np.empty(nbytes // 4, "f4"), i)["cuda"]
     assert found.bytes_up == nbytes + 8
     return (found.seconds - 1e-5) / nbytes
-for nbytes, expected in [(64 << 10, 9e-11), (256 << 10, 9e-11), (2 << 20, 6e-11), (16 << 20, 4e-11),
-                         (48 << 20, 1e-11), (1 << 30, 1e-11)]:
-    assert abs(rate(nbytes) / expected - 1) < 1e-2, (nbytes, rate(nbytes))
+def rate_down(nbytes):
+    found = candidates("gather", np.empty((1, nbytes // 4), "f4"), i)["cuda"]
+    assert found.bytes_down == nbytes
+    return (found.seconds - 1e-5) / nbytes - rate_up(nbytes)
+for nbytes, up in [(64 << 10, 9e-11), (256 << 10, 9e-11), (2 << 20, 6e-11), (16 << 20, 4e-11),
+                   (29_058_992, 3.2e-11), (48 << 20, 2.56e-11), (1 << 30, 2.56e-11)]:
+    assert abs(rate_up(nbytes) / up - 1) < 1e-2, (nbytes, rate_up(nbytes))
+    assert abs(rate_down(nbytes) / (2 * up) - 1) < 1e-2, (nbytes, rate_down(nbytes))
 """)
 
 
