@@ -118,9 +118,8 @@ def _seconds_of_product(matrix: numpy.ndarray) -> float:
 
 def _fastest(call: Callable[[], object]) -> float:
     times: list[float] = []
-    for _ in range(_MOST_RUNS):
-        # The first run may have started threads, or waited for others, and is not enough then.
-        if times and (times[0] >= _LONG_SECONDS or sum(times[1:]) >= _ENOUGH_SECONDS):
+    for run in range(_MOST_RUNS):
+        if sum(times) >= (_LONG_SECONDS if run == 1 else _ENOUGH_SECONDS):
             break
         started = time.perf_counter()
         call()

@@ -444,11 +444,9 @@ enum {
     RATE_GPU_SHORT_FACTOR,                               /* and of 16-bit floats */
     RATE_UP_SMALL,                                       /* a byte of short copies, */
     RATE_UP_LARGE,                                       /* of long ones, */
-    RATE_UP_FAR,                                         /* and of those that no cache holds; */
+    RATE_UP_LOCKED,                                      /* and of these from page-locked memory */
     RATE_DOWN_SMALL,
     RATE_DOWN_LARGE,
-    RATE_DOWN_FAR,
-    RATE_UP_LOCKED,  /* a byte of long copies from page-locked memory */
     RATE_BOTH_WAYS,  /* of copies up and down at the same time, the part of the shorter one that
                       * comes on top of the longer one */
     RATE_SLAB_START, /* of a call that goes through a slab (slab.cu), whatever it does */
@@ -484,10 +482,10 @@ enum {
     STEP_CPU_SMALL,
     STEP_CPU_LARGE,
     STEP_CPU_FAR,
+    STEP_DEVICE,
     STEP_UP,
     STEP_DOWN,
     STEP_LOCKED,
-    STEP_DEVICE,
     STEP_KERNELS,
     STEP_STARTS,
     STEP_BOTH_WAYS,

@@ -10,12 +10,12 @@
  *     step        what is done                                                  MiB   ms
  *     memory      is taken, and cleared                                         150    5
  *     cpu_small   8 operators, 6 runs of some 10 us each                         15    1
- *     cpu_large   the same, 2 to 6 runs of 0.2 to 2 ms each                    1100   19
+ *     cpu_large   the same, 2 to 6 runs of 0.2 to 2 ms each                    1000   17
  *     cpu_far     additions and rows, 3 runs each of 1.5 and of 0.5 ms          550    4
- *     up          copies of 4 KiB, 256 KiB, 16 and 48 MiB; a ring is locked     280    9
- *     down        the same, through that ring                                   240    7
+ *     device      a stream, and memory there that is cleared                     20    1
+ *     up          copies of 4 KiB, 256 KiB and 16 MiB; a ring is locked          80    4
+ *     down        the same, through that ring                                    50    3
  *     locked      4 MiB are locked, and sent up                                  25    2
- *     device      memory there is taken for operands, and cleared                20    1
  *     kernels     6 operators once, which loads their kernels                    20   15
  *     starts      6 operators on arrays from the host, 6 runs of 60 us each      20    3
  *     both_ways   48 MiB up and down, 2 runs; two more rings are locked         260   12
@@ -38,7 +38,7 @@ struct Size {
     int64_t items, table, rows, image;
 };
 
-constexpr int64_t WEIGHTS = 5, GPU_ITEMS = 1 << 20, LARGE_ROWS = 1 << 20, FAR_ROWS = 512 << 10;
+constexpr int64_t WEIGHTS = 5, GPU_ITEMS = 1 << 20, LARGE_ROWS = 512 << 10, FAR_ROWS = 512 << 10;
 constexpr Size SMALL = {SMALL_ITEMS, SMALL_ITEMS, SMALL_ITEMS / 2, 102}; /* SMALL_SUMS */
 constexpr Size LARGE = {LARGE_ITEMS, LARGE_ITEMS, LARGE_ROWS, 819};      /* LARGE_SUMS */
 constexpr Size FAR = {FAR_ITEMS, FAR_TABLE_ITEMS, FAR_ROWS, 0};
@@ -52,7 +52,7 @@ constexpr int64_t HUGE_PAGE_BYTES = 2 << 20;
 constexpr int OPERANDS = GPUOPS_MAX_INPUTS + 1; /* and the result */
 
 /* A figure is the best of some runs. */
-constexpr int LEAST_RUNS = 2, FAR_COPY_RUNS = 4, MOST_RUNS = 6;
+constexpr int LEAST_RUNS = 2, MOST_RUNS = 6;
 constexpr double ENOUGH_SECONDS = 1e-3;
 /* What else disturbs a call is none of the copies' doing. */
 constexpr double LEAST_SHARE = 1e-3, MOST_SHARE = 2;
@@ -80,7 +80,8 @@ constexpr int64_t LARGE_INDEX_BYTES = LARGE_ROWS * (int64_t)sizeof(int64_t),
 static_assert(3 * FAR_BYTES <= FAR_TABLE_BYTES &&
                   OPERANDS * LARGE_BYTES + LARGE_INDEX_BYTES <= FAR_TABLE_BYTES,
               "");
-static_assert(LONG_COPY_BYTES <= FAR_BYTES && FAR_BYTES <= OPERANDS * LARGE_BYTES, "");
+static_assert(LONG_COPY_BYTES <= OPERANDS * LARGE_BYTES && LONG_COPY_BYTES <= OPERANDS * GPU_BYTES,
+              "");
 
 static double now(void)
 {
@@ -91,7 +92,7 @@ static double now(void)
 
 /* The shortest time of some runs: the first one may bring memory into the caches. */
 template <class Function>
-static Status fastest(const Function &function, double *seconds, int least = LEAST_RUNS)
+static Status fastest(const Function &function, double *seconds)
 {
     const double begun = now();
     *seconds = 0;
@@ -101,7 +102,7 @@ static Status fastest(const Function &function, double *seconds, int least = LEA
         if (status != STATUS_OK) return status;
         const double ended = now(), taken = fmax(ended - started, 1e-9); /* no rate is zero */
         if (i == 0 || taken < *seconds) *seconds = taken;
-        if (i + 1 >= least && ended - begun > ENOUGH_SECONDS) break;
+        if (i + 1 >= LEAST_RUNS && ended - begun > ENOUGH_SECONDS) break;
     }
     return STATUS_OK;
 }
@@ -357,8 +358,7 @@ static Status measure_on_gpu(const Areas &areas, double *rates)
 }
 
 /* What goes up may still be on its way when the copy returns. */
-static Status time_copy(const Areas &to, const Areas &from, int64_t bytes, double *seconds,
-                        int least = LEAST_RUNS)
+static Status time_copy(const Areas &to, const Areas &from, int64_t bytes, double *seconds)
 {
     View target = view_of(to, to.operands, DTYPE_INT8, 1, &bytes),
          source = view_of(from, from.operands, DTYPE_INT8, 1, &bytes);
@@ -367,7 +367,7 @@ static Status time_copy(const Areas &to, const Areas &from, int64_t bytes, doubl
         const Status status = copy_view(&target, &source, stream, NULL);
         return status == STATUS_OK ? stream_synchronize(stream, NULL) : status;
     };
-    return fastest(run, seconds, least);
+    return fastest(run, seconds);
 }
 
 /* Seconds for a byte beyond those of the shortest copies. */
@@ -376,18 +376,14 @@ static double rate_beyond(double tiny, double seconds, int64_t bytes)
     return (seconds > tiny ? seconds - tiny : seconds / 2) / (double)bytes;
 }
 
-/* Of short, long and longer copies. */
-static Status measure_copies(const Areas &to, const Areas &from, double *rates)
+static Status measure_copies(const Areas &to, const Areas &from, double *small, double *large)
 {
-    double tiny = 0;
+    double tiny = 0, few = 0, many = 0;
     Status status = time_copy(to, from, TINY_COPY_BYTES, &tiny);
-    for (const int64_t bytes : {SHORT_COPY_BYTES, LONG_COPY_BYTES, FAR_BYTES}) {
-        /* Every large call is expected by these: a busy moment is not to decide. */
-        const int least = bytes == FAR_BYTES ? FAR_COPY_RUNS : LEAST_RUNS;
-        double seconds = 0;
-        if (status == STATUS_OK) status = time_copy(to, from, bytes, &seconds, least);
-        *rates++ = rate_beyond(tiny, seconds, bytes);
-    }
+    if (status == STATUS_OK) status = time_copy(to, from, SHORT_COPY_BYTES, &few);
+    if (status == STATUS_OK) status = time_copy(to, from, LONG_COPY_BYTES, &many);
+    *small = rate_beyond(tiny, few, SHORT_COPY_BYTES);
+    *large = rate_beyond(tiny, many, LONG_COPY_BYTES);
     return status;
 }
 
@@ -477,8 +473,8 @@ static Status measure_starts(const Areas &host, const Areas &areas, double *rate
 /* By a call whose parts go up and down at the same time, as many bytes each way. */
 static Status measure_both_ways(const Areas &host, const Areas &areas, double *rates)
 {
-    const double up = (double)FAR_BYTES * rates[RATE_UP_FAR],
-                 down = (double)FAR_BYTES * rates[RATE_DOWN_FAR];
+    const double up = (double)FAR_BYTES * rates[RATE_UP_LARGE],
+                 down = (double)FAR_BYTES * rates[RATE_DOWN_LARGE];
     const Operator &sigmoid = OPERATOR_ROWS[OPERATOR_sigmoid];
     double seconds = 0;
     Status status = fastest([&] { return run_whole(sigmoid, host, areas, FAR); }, &seconds);
@@ -508,10 +504,11 @@ static Status estimate_products(int device, double *rates)
     return STATUS_OK;
 }
 
-static Status take_areas(Memory **memory, Areas *areas)
+static Status open_areas(int device, Memory **memory, Areas *areas)
 {
     const int64_t bytes = OPERANDS * GPU_BYTES + GPU_INDEX_BYTES + WEIGHT_BYTES;
-    Status status = memory_allocate(areas->stream, bytes, memory);
+    Status status = stream_create(device, true, 0, &areas->stream);
+    if (status == STATUS_OK) status = memory_allocate(areas->stream, bytes, memory);
     if (status != STATUS_OK) return status;
     areas->operands = memory_data(*memory);
     areas->out = operand_in(*areas, OPERANDS - 1);
@@ -522,62 +519,31 @@ static Status take_areas(Memory **memory, Areas *areas)
     return fill_view_with(&all, &zero, areas->stream);
 }
 
-/* After a failure something may still be at work on memory that is about to go; all else has been
- * waited for. */
-static Status at_rest(Status status, const Areas &areas)
-{
-    if (status == STATUS_OK) return status;
-    return even_so(status, [&] { return stream_synchronize(areas.stream, NULL); });
-}
-
-/* To and from memory that the longest of them have room in, which goes before that for operands is
- * taken. */
-static Status measure_all_copies(const Areas &host, const Areas &areas, double *rates,
-                                 double *steps)
-{
-    Memory *memory = NULL;
-    Areas there = areas;
-    Status status = memory_allocate(areas.stream, FAR_BYTES, &memory);
-    if (status != STATUS_OK) return status;
-    there.operands = memory_data(memory);
-    const auto step = [&](int number, const auto &function) {
-        if (status == STATUS_OK) status = timed(&steps[number], function);
-    };
-    step(STEP_UP, [&] { return measure_copies(there, host, &rates[RATE_UP_SMALL]); });
-    step(STEP_DOWN, [&] { return measure_copies(host, there, &rates[RATE_DOWN_SMALL]); });
-    step(STEP_LOCKED, [&] { return measure_locked_copy(there, &rates[RATE_UP_LOCKED]); });
-    status = at_rest(status, areas);
-    memory_release(memory);
-    return status;
-}
-
-static Status measure_calls(const Areas &host, const Areas &far, Areas areas, double *rates,
-                            double *steps)
-{
-    Memory *memory = NULL;
-    Status status = timed(&steps[STEP_DEVICE], [&] { return take_areas(&memory, &areas); });
-    const auto step = [&](int number, const auto &function) {
-        if (status == STATUS_OK) status = timed(&steps[number], function);
-    };
-    step(STEP_KERNELS, [&] { return load_kernels(host, areas); });
-    step(STEP_STARTS, [&] { return measure_starts(host, areas, rates); });
-    step(STEP_BOTH_WAYS, [&] { return measure_both_ways(far, areas, rates); });
-    step(STEP_ON_GPU, [&] { return measure_on_gpu(areas, rates); });
-    status = at_rest(status, areas);
-    if (memory != NULL) memory_release(memory);
-    return status;
-}
-
 static Status measure_with_gpu(const Areas &host, const Areas &far, int device, double *rates,
                                double *steps)
 {
     Areas areas = {NULL, GPU_BYTES, NULL, NULL, NULL, device, NULL};
-    Status status = stream_create(device, true, 0, &areas.stream);
-    if (status != STATUS_OK) return status;
-    status = measure_all_copies(host, areas, rates, steps);
-    if (status == STATUS_OK) status = measure_calls(host, far, areas, rates, steps);
+    Memory *memory = NULL;
+    Status status = timed(&steps[STEP_DEVICE], [&] { return open_areas(device, &memory, &areas); });
+    const auto step = [&](int number, const auto &function) {
+        if (status == STATUS_OK) status = timed(&steps[number], function);
+    };
+    step(STEP_UP,
+         [&] { return measure_copies(areas, host, &rates[RATE_UP_SMALL], &rates[RATE_UP_LARGE]); });
+    step(STEP_DOWN, [&] {
+        return measure_copies(host, areas, &rates[RATE_DOWN_SMALL], &rates[RATE_DOWN_LARGE]);
+    });
+    step(STEP_LOCKED, [&] { return measure_locked_copy(areas, &rates[RATE_UP_LOCKED]); });
+    step(STEP_KERNELS, [&] { return load_kernels(host, areas); });
+    step(STEP_STARTS, [&] { return measure_starts(host, areas, rates); });
+    step(STEP_BOTH_WAYS, [&] { return measure_both_ways(far, areas, rates); });
+    step(STEP_ON_GPU, [&] { return measure_on_gpu(areas, rates); });
     if (status == STATUS_OK) status = estimate_products(device, rates);
-    stream_release(areas.stream);
+    /* Nothing may still be at work on memory that is about to go. */
+    if (areas.stream != NULL && status != STATUS_OK)
+        status = even_so(status, [&] { return stream_synchronize(areas.stream, NULL); });
+    if (memory != NULL) memory_release(memory);
+    if (areas.stream != NULL) stream_release(areas.stream);
     return status;
 }
 
@@ -614,8 +580,8 @@ static char *take_memory(int64_t bytes)
 const char *step_name(int step)
 {
     static const char *const NAMES[] = {
-        "memory", "cpu_small", "cpu_large", "cpu_far", "up",        "down",
-        "locked", "device",    "kernels",   "starts",  "both_ways", "on_gpu",
+        "memory", "cpu_small", "cpu_large", "cpu_far", "device",    "up",
+        "down",   "locked",    "kernels",   "starts",  "both_ways", "on_gpu",
     };
     static_assert(sizeof NAMES / sizeof *NAMES == STEPS, "");
     return NAMES[step];

@@ -36,7 +36,7 @@ enum { SIZES = 3 };
 static const double OPERAND_BYTES[] = {12.0 * SMALL_ITEMS, 12.0 * LARGE_ITEMS, 12.0 * FAR_ITEMS};
 static const double TABLE_BYTES[] = {4.0 * SMALL_ITEMS, 4.0 * LARGE_ITEMS, 4.0 * FAR_TABLE_ITEMS};
 static const double SUMS[] = {SMALL_SUMS, LARGE_SUMS, FAR_SUMS};
-static const double COPY_BYTES[] = {256 << 10, 16 << 20, 4.0 * FAR_ITEMS};
+static const double SHORT_COPY_BYTES = 256 << 10, LONG_COPY_BYTES = 16 << 20;
 
 /* Below this, nobody asks what is page-locked. */
 static const double LARGE_BYTES = 16 << 20;
@@ -190,16 +190,12 @@ static double interpolate(double small, double large, double at, double few, dou
     return small * pow(large / small, log(at / few) / log(many / few));
 }
 
-static double rate_for(const double rate[SIZES], const double at[SIZES], double size)
+static double rate_on_cpu(const double *rates, int op, const double at[SIZES], double size)
 {
+    const double *rate = rates + op * RATES_OF_OPERATOR + RATE_CPU_SMALL;
     int i = 0;
     while (i < SIZES - 2 && size > at[i + 1]) i++;
     return interpolate(rate[i], rate[i + 1], size, at[i], at[i + 1]);
-}
-
-static double rate_on_cpu(const double *rates, int op, const double at[SIZES], double size)
-{
-    return rate_for(rates + op * RATES_OF_OPERATOR + RATE_CPU_SMALL, at, size);
 }
 
 static double seconds_on_cpu(const Call *call, const Weight *weight, const double *rates)
@@ -224,7 +220,7 @@ static void set_gather_rates(const double *rates, double table_bytes, GatherRate
 {
     const double rate = rate_on_cpu(rates, OPERATOR_gather, TABLE_BYTES, table_bytes);
     found->byte_up = rates[RATE_UP_LOCKED];
-    found->byte_copied_up = rates[RATE_UP_FAR];
+    found->byte_copied_up = rates[RATE_UP_LARGE];
     found->host_row = rate * (LINE_BYTES + sizeof(int64_t));
     found->host_byte = rate * 2;
 }
@@ -236,9 +232,9 @@ static double start_of(const Call *call, const double *rates)
     return call_suits_slab(call) ? fmin(start, rates[RATE_SLAB_START]) : start;
 }
 
-static double seconds_of_copy(const double rate[SIZES], double bytes)
+static double seconds_of_copy(const double *rate, double bytes)
 {
-    return bytes * rate_for(rate, COPY_BYTES, bytes);
+    return bytes * interpolate(rate[0], rate[1], bytes, SHORT_COPY_BYTES, LONG_COPY_BYTES);
 }
 
 /* By gather, which takes the way of the two that takes less. */
@@ -408,11 +404,9 @@ const char *rate_name(int rate, char *text, size_t size)
     };
     static const char *const OF_OPERATOR[] = {"cpu_small", "cpu_large", "cpu_far", "gpu", "start"};
     static const char *const OTHERS[] = {
-        "integer_factor", "gpu_double_factor", "gpu_short_factor", "up_small", "up_large",
-        "up_far",         "down_small",        "down_large",       "down_far", "up_locked",
-        "both_ways",      "slab_start",
+        "integer_factor", "gpu_double_factor", "gpu_short_factor", "up_small",  "up_large",
+        "up_locked",      "down_small",        "down_large",       "both_ways", "slab_start",
     };
-    _Static_assert(sizeof OTHERS / sizeof *OTHERS == RATES - RATE_INTEGER_FACTOR, "");
     if (rate >= RATE_INTEGER_FACTOR)
         snprintf(text, size, "%s", OTHERS[rate - RATE_INTEGER_FACTOR]);
     else
