@@ -4,7 +4,7 @@ The C core runs the operators on the CPU and the GPU and times them; of products
 are NumPy's on the CPU, NumPy is timed here. An entry counts only for the machine that it was
 measured on: the processor, the threads that may be used, the GPU and its number, the driver, what
 the environment says of all these, and the versions of gpuops, NumPy, its BLAS and the C library are
-its key.
+its key. What was measured beside other work of the process is for this process alone.
 """
 
 import contextlib
@@ -27,6 +27,10 @@ _ENOUGH_SECONDS = 1e-3
 # What takes as long as this is hardly disturbed, and runs once.
 _LONG_SECONDS = 10e-3
 
+# OpenBLAS looks for work for some 30 ms, MKL for 200.
+_LOOK_SECONDS = 1e-3
+_MOST_REST_SECONDS = 0.3
+
 # What decides with how many threads NumPy multiplies, which GPU has which number, and whether
 # copies have page-locked buffers.
 _VARIABLES = (
@@ -41,12 +45,29 @@ def calibrate(ordinal: int) -> None:
     with contextlib.suppress(ValueError):
         _core._tell_rates(ordinal, _decoded(_load(key)))
         return
+    is_alone = _comes_to_rest()
     rates = _core._measure_rates(ordinal)
     _add_products(rates)
     if ordinal < 0:
         _fill_up(rates)
     _core._tell_rates(ordinal, rates)
-    _cache.store(key, json.dumps(rates).encode(), _cache.CALIBRATION)
+    if is_alone:
+        _cache.store(key, json.dumps(rates).encode(), _cache.CALIBRATION)
+
+
+def _comes_to_rest() -> bool:
+    """Wait, though not for long, until no other thread of the process is at work.
+
+    The threads of a BLAS go on to look for work for some time after a product, and take the
+    processors from those that are to be measured.
+    """
+    deadline = time.perf_counter() + _MOST_REST_SECONDS
+    while time.perf_counter() < deadline:
+        worked = time.process_time()
+        time.sleep(_LOOK_SECONDS)
+        if time.process_time() - worked < _LOOK_SECONDS / 2:
+            return True
+    return False
 
 
 def _load(key: str) -> bytes | None:
@@ -118,8 +139,9 @@ def _seconds_of_product(matrix: numpy.ndarray) -> float:
 
 def _fastest(call: Callable[[], object]) -> float:
     times: list[float] = []
-    for run in range(_MOST_RUNS):
-        if sum(times) >= (_LONG_SECONDS if run == 1 else _ENOUGH_SECONDS):
+    for _ in range(_MOST_RUNS):
+        # The first run may have started threads, or waited for others, and is not enough then.
+        if times and (times[0] >= _LONG_SECONDS or sum(times[1:]) >= _ENOUGH_SECONDS):
             break
         started = time.perf_counter()
         call()

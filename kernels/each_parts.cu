@@ -10,8 +10,13 @@
 
 struct EachParts : Parts {
     EachLoops loops;
+    int64_t most, least; /* elements of the result in a part */
     Cut cut;
 };
+
+/* Parts that are smaller than this, against those that there is room for as a rule, would take
+ * longer than it takes to hear that there is no memory. */
+constexpr int64_t LEAST_SHARE = 16;
 
 static int64_t piece_of(const Parts *parts, int k, int64_t number)
 {
@@ -70,6 +75,33 @@ static Status run(Parts *parts, int64_t number)
     return run_part(parts);
 }
 
+static void plan_parts(EachParts *each)
+{
+    const Call *call = each->call;
+    each->cut = cut_loops(each->loops.counts, each->loops.ndim, each->most);
+    each->count = each->cut.stretches * each->cut.positions;
+    for (int k = 0; k <= call->input_count; k++) {
+        View *view = part_view(each, k);
+        const View *given = operand_of(call, k);
+        if (k < call->input_count && view_items(given) == 1 && given->dtype == call->compute) {
+            view->ndim = 0; /* it stays on the host */
+            continue;
+        }
+        set_shape(each, k, each->cut.rows);
+        each->bytes[k] = view_items(view) * view->item_bytes;
+        each->pieces[k] = count_pieces(*each, k);
+    }
+}
+
+static bool shrink(Parts *given)
+{
+    EachParts *each = static_cast<EachParts *>(given);
+    if (each->most / 2 < each->least) return false;
+    each->most /= 2;
+    plan_parts(each);
+    return true;
+}
+
 Status run_each_in_parts(Call *call, bool *done)
 {
     const int64_t item_bytes = call->out.item_bytes, bytes = view_items(&call->out) * item_bytes;
@@ -80,19 +112,11 @@ Status run_each_in_parts(Call *call, bool *done)
     each.piece_of = piece_of;
     each.find_box = find_box;
     each.run = run;
+    each.shrink = shrink;
     each_loops(call, &each.loops);
-    each.cut = cut_loops(each.loops.counts, each.loops.ndim, part_bytes(bytes) / item_bytes);
-    each.count = each.cut.stretches * each.cut.positions;
-    for (int k = 0; k <= call->input_count; k++) {
-        View *view = part_view(&each, k);
-        if (k < call->input_count && view_items(view) == 1 && view->dtype == call->compute) {
-            view->ndim = 0; /* it stays on the host */
-            continue;
-        }
-        set_shape(&each, k, each.cut.rows);
-        each.bytes[k] = view_items(view) * view->item_bytes;
-        each.pieces[k] = count_pieces(each, k);
-    }
+    each.most = part_bytes(bytes) / item_bytes;
+    each.least = each.most / LEAST_SHARE + 1;
+    plan_parts(&each);
     return run_parts(&each);
 }
 

@@ -444,11 +444,12 @@ enum {
     RATE_GPU_SHORT_FACTOR,                               /* and of 16-bit floats */
     RATE_UP_SMALL,                                       /* a byte of short copies, */
     RATE_UP_LARGE,                                       /* of long ones, */
-    RATE_UP_LOCKED,                                      /* and of these from page-locked memory */
-    RATE_DOWN_SMALL,
+    RATE_UP_FAR,     /* and of what is longer, each byte beyond these; */
+    RATE_DOWN_SMALL, /* the same of copies down; */
     RATE_DOWN_LARGE,
-    RATE_BOTH_WAYS,  /* of copies up and down at the same time, the part of the shorter one that
-                      * comes on top of the longer one */
+    RATE_DOWN_FAR,
+    RATE_UP_LOCKED,  /* a byte of long copies from page-locked memory; */
+    RATE_PART_START, /* of a part of a call that goes in parts, beside its copies and its work; */
     RATE_SLAB_START, /* of a call that goes through a slab (slab.cu), whatever it does */
     RATES
 };
@@ -464,6 +465,8 @@ enum {
     FAR_SUMS = 1 << 29,
 };
 const char *rate_name(int rate, char *text, size_t size);
+/* Of a copy in one of the directions, whose three rates these are. */
+double copy_seconds(const double rates[3], double bytes);
 
 /* What is known of a machine, by device; DEVICE_CPU: of one without a GPU. */
 typedef enum Measured { MEASURED_NOT, MEASURED_UNDER_WAY, MEASURED_FAILED, MEASURED } Measured;
@@ -483,12 +486,12 @@ enum {
     STEP_CPU_LARGE,
     STEP_CPU_FAR,
     STEP_DEVICE,
+    STEP_LOCKED,
     STEP_UP,
     STEP_DOWN,
-    STEP_LOCKED,
     STEP_KERNELS,
     STEP_STARTS,
-    STEP_BOTH_WAYS,
+    STEP_PARTS,
     STEP_ON_GPU,
     STEPS
 };

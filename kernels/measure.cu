@@ -1,25 +1,26 @@
 /* How fast this machine is, for the cost model of route.c: operators are run on arrays of two sizes
- * on the CPU, and additions and gathers on arrays that no cache holds; on the GPU on arrays that
- * are there, and on small ones that come from the host; and there are a few copies, up, down and
- * both at a time.
+ * on the CPU, and some of them on arrays that no cache holds; on the GPU on arrays that are there,
+ * and on small ones that come from the host; and there are a few copies, up, down and both at a
+ * time.
  *
  * The first call waits for all this, which is to take less than 100 ms, so each step has a budget:
  * what it moves in all, and what that takes on a host with 16 cores, whose memory gives 70 GB/s,
  * and on an H200 behind a bus of 50 GB/s. benchmarks/bench_calibration shows what it did take.
  *
  *     step        what is done                                                  MiB   ms
- *     memory      is taken, and cleared                                         150    5
- *     cpu_small   8 operators, 6 runs of some 10 us each                         15    1
- *     cpu_large   the same, 2 to 6 runs of 0.2 to 2 ms each                    1000   17
- *     cpu_far     additions and rows, 3 runs each of 1.5 and of 0.5 ms          550    4
- *     device      a stream, and memory there that is cleared                     20    1
- *     up          copies of 4 KiB, 256 KiB and 16 MiB; a ring is locked          80    4
- *     down        the same, through that ring                                    50    3
+ *     memory      is taken, and cleared                                         160    5
+ *     cpu_small   8 operators, 8 runs of some 10 us each; at the end again       40    2
+ *     cpu_large   the same, 1 to 5 runs of 0.2 to 2 ms each; at the end again  1200   17
+ *     cpu_far     2 operators, 2 runs of 0.3 ms each, whose operands are         350   16
+ *                 brought out of the caches before; and rows, of 0.7 ms
+ *     device      a stream, and memory there, which is cleared                   70    1
  *     locked      4 MiB are locked, and sent up                                  25    2
+ *     up          copies of 4 KiB, 256 KiB, 16 and 48 MiB; a ring is locked     320   12
+ *     down        the same, through that ring                                   290    8
  *     kernels     6 operators once, which loads their kernels                    20   15
- *     starts      6 operators on arrays from the host, 6 runs of 60 us each      20    3
- *     both_ways   48 MiB up and down, 2 runs; two more rings are locked         260   12
- *     on_gpu      6 operators, 6 runs of one call and 6 of five in a row          -    3
+ *     starts      6 operators on arrays from the host, 8 runs of 60 us each      30    3
+ *     parts       48 MiB up and down, 4 runs; two more rings are locked         450    9
+ *     on_gpu      6 operators, 8 runs of one call and 8 of five in a row          -    4
  *
  * Of those that do the same work only one is run. Products of matrices are not: on the CPU they are
  * NumPy's, which _calibration.py times in some 7 ms more, and on the GPU they may be that of a
@@ -27,6 +28,7 @@
  */
 #include "common.cuh"
 #include "pipeline.cuh"
+#include "streamed.cuh"
 
 #include <math.h>
 #include <stdlib.h>
@@ -38,10 +40,11 @@ struct Size {
     int64_t items, table, rows, image;
 };
 
-constexpr int64_t WEIGHTS = 5, GPU_ITEMS = 1 << 20, LARGE_ROWS = 512 << 10, FAR_ROWS = 512 << 10;
+constexpr int64_t WEIGHTS = 5, GPU_ITEMS = 1 << 20, LARGE_ROWS = 1 << 20, FAR_ROWS = LARGE_ROWS;
 constexpr Size SMALL = {SMALL_ITEMS, SMALL_ITEMS, SMALL_ITEMS / 2, 102}; /* SMALL_SUMS */
 constexpr Size LARGE = {LARGE_ITEMS, LARGE_ITEMS, LARGE_ROWS, 819};      /* LARGE_SUMS */
 constexpr Size FAR = {FAR_ITEMS, FAR_TABLE_ITEMS, FAR_ROWS, 0};
+constexpr Size DROPPED = {2 << 20, 0, 0, 0};
 constexpr Size ON_GPU = {GPU_ITEMS, GPU_ITEMS, GPU_ITEMS / 2, 1024};
 /* More than a slab has room for, and what leaves almost all of it empty. */
 constexpr Size BRIEF = {24 << 10, 24 << 10, 12 << 10, 152};
@@ -51,11 +54,12 @@ constexpr int64_t TINY_COPY_BYTES = 4 << 10, SHORT_COPY_BYTES = 256 << 10,
 constexpr int64_t HUGE_PAGE_BYTES = 2 << 20;
 constexpr int OPERANDS = GPUOPS_MAX_INPUTS + 1; /* and the result */
 
-/* A figure is the best of some runs. */
-constexpr int LEAST_RUNS = 2, MOST_RUNS = 6;
-constexpr double ENOUGH_SECONDS = 1e-3;
-/* What else disturbs a call is none of the copies' doing. */
-constexpr double LEAST_SHARE = 1e-3, MOST_SHARE = 2;
+/* A figure is the best of some runs: of more where all large calls are expected by it, and of fewer
+ * where that takes long. */
+constexpr int LEAST_RUNS = 2, MORE_RUNS = 4, MOST_RUNS = 8;
+constexpr double ENOUGH_SECONDS = 1e-3, LONG_SECONDS = 8e-3;
+/* What is told apart at all. */
+constexpr double LEAST_SECONDS = 1e-7;
 
 /* Memory on the host or on the device for the operands of a call, one operand after the other. */
 struct Areas {
@@ -71,6 +75,7 @@ struct Areas {
 constexpr int64_t LARGE_BYTES = LARGE_ITEMS * (int64_t)sizeof(float),
                   FAR_BYTES = FAR_ITEMS * (int64_t)sizeof(float),
                   FAR_TABLE_BYTES = FAR_TABLE_ITEMS * (int64_t)sizeof(float),
+                  DROPPED_BYTES = DROPPED.items * (int64_t)sizeof(float),
                   GPU_BYTES = GPU_ITEMS * (int64_t)sizeof(float);
 constexpr int64_t LARGE_INDEX_BYTES = LARGE_ROWS * (int64_t)sizeof(int64_t),
                   FAR_ROW_BYTES = FAR_ROWS * (int64_t)sizeof(float),
@@ -80,8 +85,7 @@ constexpr int64_t LARGE_INDEX_BYTES = LARGE_ROWS * (int64_t)sizeof(int64_t),
 static_assert(3 * FAR_BYTES <= FAR_TABLE_BYTES &&
                   OPERANDS * LARGE_BYTES + LARGE_INDEX_BYTES <= FAR_TABLE_BYTES,
               "");
-static_assert(LONG_COPY_BYTES <= OPERANDS * LARGE_BYTES && LONG_COPY_BYTES <= OPERANDS * GPU_BYTES,
-              "");
+static_assert(LONG_COPY_BYTES <= FAR_BYTES && FAR_BYTES <= OPERANDS * LARGE_BYTES, "");
 
 static double now(void)
 {
@@ -90,30 +94,40 @@ static double now(void)
     return (double)time.tv_sec + 1e-9 * (double)time.tv_nsec;
 }
 
-/* The shortest time of some runs: the first one may bring memory into the caches. */
-template <class Function>
-static Status fastest(const Function &function, double *seconds)
+/* The shortest time of some runs: the first one may bring memory into the caches. What is to be
+ * done before each of them does not count. */
+template <class Function, class Before>
+static Status fastest_after(const Before &before, const Function &function, double *seconds,
+                            int least = LEAST_RUNS)
 {
     const double begun = now();
     *seconds = 0;
     for (int i = 0; i < MOST_RUNS; i++) {
+        before();
         const double started = now();
         Status status = function();
         if (status != STATUS_OK) return status;
         const double ended = now(), taken = fmax(ended - started, 1e-9); /* no rate is zero */
         if (i == 0 || taken < *seconds) *seconds = taken;
-        if (i + 1 >= LEAST_RUNS && ended - begun > ENOUGH_SECONDS) break;
+        if (i + 1 >= least && ended - begun > ENOUGH_SECONDS) break;
+        if (i + 1 >= LEAST_RUNS && ended - begun > LONG_SECONDS) break;
     }
     return STATUS_OK;
 }
 
-/* A step, and what it takes. */
+template <class Function>
+static Status fastest(const Function &function, double *seconds, int least = LEAST_RUNS)
+{
+    return fastest_after([] {}, function, seconds, least);
+}
+
+/* A step, or more of one, and what it takes. */
 template <class Function>
 static Status timed(double *seconds, const Function &function)
 {
     const double started = now();
     const Status status = function();
-    *seconds = now() - started;
+    *seconds += now() - started;
     return status;
 }
 
@@ -276,6 +290,8 @@ static double *rates_of(double *rates, int op)
     return rates + op * RATES_OF_OPERATOR;
 }
 
+/* At another time again, the better of the two counts: what the process has done before may have
+ * left the processors slow for as long as all these runs take. */
 static Status measure_on_cpu(const Areas &areas, const Size &size, int rate, double *rates)
 {
     fill_indices(areas, size, 0);
@@ -284,29 +300,61 @@ static Status measure_on_cpu(const Areas &areas, const Size &size, int rate, dou
         double seconds;
         if (!is_measured(op, false)) continue;
         Status status = prepare(&op, areas, size, &call);
-        if (status == STATUS_OK) status = fastest([&] { return run_call(&call); }, &seconds);
+        if (status == STATUS_OK) status = fastest([&] { return run_call(&call); }, &seconds, 1);
         if (status != STATUS_OK) return status;
-        rates_of(rates, op.number)[rate] = seconds / route_units(&call);
+        double *found = &rates_of(rates, op.number)[rate];
+        const double unit = seconds / route_units(&call);
+        if (*found == 0 || unit < *found) *found = unit;
     }
     return STATUS_OK;
 }
 
-/* Rows by other positions each time, since those of the last time are in a cache. */
-static Status measure_far(const Areas &areas, int op, double *rates)
+static void leave_caches(void *data, int64_t begin, int64_t end)
 {
-    constexpr int TIMES = 3;
+    for (int64_t at = begin; at < end; at++)
+        drop_from_caches(static_cast<const char *>(data) + at * CACHE_LINE_BYTES);
+}
+
+/* What is to be done before each run. */
+template <class Before>
+static Status measure_far(const Areas &areas, int op, const Size &size, const Before &before,
+                          double *rates)
+{
     Call call;
-    double least = 0;
-    Status status = prepare(&OPERATOR_ROWS[op], areas, FAR, &call);
-    for (int i = 0; i < TIMES && status == STATUS_OK; i++) {
-        if (call.work == WORK_ROWS) fill_indices(areas, FAR, (uint64_t)(i * FAR.rows));
-        const double started = now();
-        status = run_call(&call);
-        const double taken = fmax(now() - started, 1e-9);
-        if (i == 0 || taken < least) least = taken;
-    }
-    if (status == STATUS_OK) rates_of(rates, op)[RATE_CPU_FAR] = least / route_units(&call);
+    double seconds = 0;
+    Status status = prepare(&OPERATOR_ROWS[op], areas, size, &call);
+    if (status == STATUS_OK)
+        status = fastest_after(before, [&] { return run_call(&call); }, &seconds);
+    if (status == STATUS_OK) rates_of(rates, op)[RATE_CPU_FAR] = seconds / route_units(&call);
     return status;
+}
+
+/* The caches of some processors hold more than can be cleared and worked on in a few milliseconds;
+ * but they can be told to hold nothing of it. That takes several times as long as the work. */
+static Status measure_far_elements(Areas areas, double *rates)
+{
+    areas.bytes = DROPPED_BYTES;
+    areas.out = operand_in(areas, 2);
+    const auto forget = [&] {
+        parallel_for(3 * DROPPED_BYTES / CACHE_LINE_BYTES, HUGE_PAGE_BYTES / CACHE_LINE_BYTES,
+                     leave_caches, areas.operands);
+    };
+    Status status = STATUS_OK;
+    for (const int op : {OPERATOR_add, OPERATOR_sigmoid})
+        if (status == STATUS_OK) status = measure_far(areas, op, DROPPED, forget, rates);
+    return status;
+}
+
+/* Of a table that is as large as that; other ones each time, since those of the last time are in a
+ * cache. */
+static Status measure_far_rows(const Areas &areas, double *rates)
+{
+    uint64_t first = 0;
+    const auto move_on = [&] {
+        fill_indices(areas, FAR, first);
+        first += (uint64_t)FAR.rows;
+    };
+    return measure_far(areas, OPERATOR_gather, FAR, move_on, rates);
 }
 
 /* In memory that no cache holds, other rows take so many times as long as well; the rest is bound
@@ -358,7 +406,8 @@ static Status measure_on_gpu(const Areas &areas, double *rates)
 }
 
 /* What goes up may still be on its way when the copy returns. */
-static Status time_copy(const Areas &to, const Areas &from, int64_t bytes, double *seconds)
+static Status time_copy(const Areas &to, const Areas &from, int64_t bytes, double *seconds,
+                        int least)
 {
     View target = view_of(to, to.operands, DTYPE_INT8, 1, &bytes),
          source = view_of(from, from.operands, DTYPE_INT8, 1, &bytes);
@@ -367,7 +416,7 @@ static Status time_copy(const Areas &to, const Areas &from, int64_t bytes, doubl
         const Status status = copy_view(&target, &source, stream, NULL);
         return status == STATUS_OK ? stream_synchronize(stream, NULL) : status;
     };
-    return fastest(run, seconds);
+    return fastest(run, seconds, least);
 }
 
 /* Seconds for a byte beyond those of the shortest copies. */
@@ -376,14 +425,20 @@ static double rate_beyond(double tiny, double seconds, int64_t bytes)
     return (seconds > tiny ? seconds - tiny : seconds / 2) / (double)bytes;
 }
 
-static Status measure_copies(const Areas &to, const Areas &from, double *small, double *large)
+/* Of short and of long copies, and of what is still longer than these. */
+static Status measure_copies(const Areas &to, const Areas &from, double byte_locked, double *rates)
 {
-    double tiny = 0, few = 0, many = 0;
-    Status status = time_copy(to, from, TINY_COPY_BYTES, &tiny);
-    if (status == STATUS_OK) status = time_copy(to, from, SHORT_COPY_BYTES, &few);
-    if (status == STATUS_OK) status = time_copy(to, from, LONG_COPY_BYTES, &many);
-    *small = rate_beyond(tiny, few, SHORT_COPY_BYTES);
-    *large = rate_beyond(tiny, many, LONG_COPY_BYTES);
+    double tiny = 0, few = 0, many = 0, more = 0;
+    Status status = time_copy(to, from, TINY_COPY_BYTES, &tiny, LEAST_RUNS);
+    if (status == STATUS_OK) status = time_copy(to, from, SHORT_COPY_BYTES, &few, LEAST_RUNS);
+    if (status == STATUS_OK) status = time_copy(to, from, LONG_COPY_BYTES, &many, MORE_RUNS);
+    if (status == STATUS_OK) status = time_copy(to, from, FAR_BYTES, &more, MORE_RUNS);
+    rates[0] = rate_beyond(tiny, few, SHORT_COPY_BYTES);
+    rates[1] = rate_beyond(tiny, many, LONG_COPY_BYTES);
+    /* A busy moment makes the difference too large or too small, but no copy is faster than the
+     * bus, nor slower at its end than all in all. */
+    const double further = (more - many) / (double)(FAR_BYTES - LONG_COPY_BYTES);
+    rates[2] = fmin(fmax(further, byte_locked), rate_beyond(tiny, more, FAR_BYTES));
     return status;
 }
 
@@ -396,8 +451,8 @@ static Status measure_locked_copy(const Areas &to, double *rate)
     if (status != STATUS_OK) return status;
     const Areas from = {
         static_cast<char *>(block), LOCKED_COPY_BYTES, NULL, NULL, NULL, DEVICE_CPU, NULL};
-    status = time_copy(to, from, TINY_COPY_BYTES, &tiny);
-    if (status == STATUS_OK) status = time_copy(to, from, LOCKED_COPY_BYTES, &seconds);
+    status = time_copy(to, from, TINY_COPY_BYTES, &tiny, LEAST_RUNS);
+    if (status == STATUS_OK) status = time_copy(to, from, LOCKED_COPY_BYTES, &seconds, MORE_RUNS);
     pinned_free(block);
     *rate = rate_beyond(tiny, seconds, LOCKED_COPY_BYTES);
     return status;
@@ -471,18 +526,19 @@ static Status measure_starts(const Areas &host, const Areas &areas, double *rate
 }
 
 /* By a call whose parts go up and down at the same time, as many bytes each way. */
-static Status measure_both_ways(const Areas &host, const Areas &areas, double *rates)
+static Status measure_parts(const Areas &host, const Areas &areas, double *rates)
 {
-    const double up = (double)FAR_BYTES * rates[RATE_UP_LARGE],
-                 down = (double)FAR_BYTES * rates[RATE_DOWN_LARGE];
+    const double up = copy_seconds(&rates[RATE_UP_SMALL], (double)FAR_BYTES),
+                 down = copy_seconds(&rates[RATE_DOWN_SMALL], (double)FAR_BYTES);
+    const double parts = (double)FAR_BYTES / (double)part_bytes(FAR_BYTES);
     const Operator &sigmoid = OPERATOR_ROWS[OPERATOR_sigmoid];
     double seconds = 0;
-    Status status = fastest([&] { return run_whole(sigmoid, host, areas, FAR); }, &seconds);
+    Status status =
+        fastest([&] { return run_whole(sigmoid, host, areas, FAR); }, &seconds, MORE_RUNS);
     seconds -= rates_of(rates, OPERATOR_sigmoid)[RATE_START];
-    const double share = (seconds - fmax(up, down)) / fmin(up, down);
     /* The first part goes up alone, and the last one down. */
-    const double alone = fmin((double)part_bytes(FAR_BYTES) / (double)FAR_BYTES, 0.5);
-    rates[RATE_BOTH_WAYS] = fmin(fmax((share - alone) / (1 - alone), LEAST_SHARE), MOST_SHARE);
+    seconds -= fmax(up, down) + fmin(up, down) / fmax(parts, 1);
+    rates[RATE_PART_START] = fmax(seconds / parts, LEAST_SECONDS);
     return status;
 }
 
@@ -504,11 +560,9 @@ static Status estimate_products(int device, double *rates)
     return STATUS_OK;
 }
 
-static Status open_areas(int device, Memory **memory, Areas *areas)
+static Status take_areas(int64_t bytes, Memory **memory, Areas *areas)
 {
-    const int64_t bytes = OPERANDS * GPU_BYTES + GPU_INDEX_BYTES + WEIGHT_BYTES;
-    Status status = stream_create(device, true, 0, &areas->stream);
-    if (status == STATUS_OK) status = memory_allocate(areas->stream, bytes, memory);
+    Status status = memory_allocate(areas->stream, bytes, memory);
     if (status != STATUS_OK) return status;
     areas->operands = memory_data(*memory);
     areas->out = operand_in(*areas, OPERANDS - 1);
@@ -519,31 +573,57 @@ static Status open_areas(int device, Memory **memory, Areas *areas)
     return fill_view_with(&all, &zero, areas->stream);
 }
 
+/* Nothing may still be at work on memory that goes. */
+static Status give_areas(Memory *memory, const Areas &areas, Status status)
+{
+    if (status != STATUS_OK)
+        status = even_so(status, [&] { return stream_synchronize(areas.stream, NULL); });
+    if (memory != NULL) memory_release(memory);
+    return status;
+}
+
+static Status measure_all_copies(const Areas &host, Areas areas, double *rates, double *steps)
+{
+    Memory *memory = NULL;
+    Status status =
+        timed(&steps[STEP_DEVICE], [&] { return take_areas(FAR_BYTES, &memory, &areas); });
+    const auto step = [&](int number, const auto &function) {
+        if (status == STATUS_OK) status = timed(&steps[number], function);
+    };
+    const double *bus = &rates[RATE_UP_LOCKED];
+    step(STEP_LOCKED, [&] { return measure_locked_copy(areas, &rates[RATE_UP_LOCKED]); });
+    step(STEP_UP, [&] { return measure_copies(areas, host, *bus, &rates[RATE_UP_SMALL]); });
+    step(STEP_DOWN, [&] { return measure_copies(host, areas, *bus, &rates[RATE_DOWN_SMALL]); });
+    return give_areas(memory, areas, status);
+}
+
+static Status measure_calls(const Areas &host, const Areas &far, Areas areas, double *rates,
+                            double *steps)
+{
+    constexpr int64_t BYTES = OPERANDS * GPU_BYTES + GPU_INDEX_BYTES + WEIGHT_BYTES;
+    Memory *memory = NULL;
+    Status status = timed(&steps[STEP_DEVICE], [&] { return take_areas(BYTES, &memory, &areas); });
+    const auto step = [&](int number, const auto &function) {
+        if (status == STATUS_OK) status = timed(&steps[number], function);
+    };
+    step(STEP_KERNELS, [&] { return load_kernels(host, areas); });
+    step(STEP_STARTS, [&] { return measure_starts(host, areas, rates); });
+    step(STEP_PARTS, [&] { return measure_parts(far, areas, rates); });
+    step(STEP_ON_GPU, [&] { return measure_on_gpu(areas, rates); });
+    return give_areas(memory, areas, status);
+}
+
 static Status measure_with_gpu(const Areas &host, const Areas &far, int device, double *rates,
                                double *steps)
 {
     Areas areas = {NULL, GPU_BYTES, NULL, NULL, NULL, device, NULL};
-    Memory *memory = NULL;
-    Status status = timed(&steps[STEP_DEVICE], [&] { return open_areas(device, &memory, &areas); });
-    const auto step = [&](int number, const auto &function) {
-        if (status == STATUS_OK) status = timed(&steps[number], function);
-    };
-    step(STEP_UP,
-         [&] { return measure_copies(areas, host, &rates[RATE_UP_SMALL], &rates[RATE_UP_LARGE]); });
-    step(STEP_DOWN, [&] {
-        return measure_copies(host, areas, &rates[RATE_DOWN_SMALL], &rates[RATE_DOWN_LARGE]);
-    });
-    step(STEP_LOCKED, [&] { return measure_locked_copy(areas, &rates[RATE_UP_LOCKED]); });
-    step(STEP_KERNELS, [&] { return load_kernels(host, areas); });
-    step(STEP_STARTS, [&] { return measure_starts(host, areas, rates); });
-    step(STEP_BOTH_WAYS, [&] { return measure_both_ways(far, areas, rates); });
-    step(STEP_ON_GPU, [&] { return measure_on_gpu(areas, rates); });
+    Status status =
+        timed(&steps[STEP_DEVICE], [&] { return stream_create(device, true, 0, &areas.stream); });
+    if (status != STATUS_OK) return status;
+    status = measure_all_copies(host, areas, rates, steps);
+    if (status == STATUS_OK) status = measure_calls(host, far, areas, rates, steps);
     if (status == STATUS_OK) status = estimate_products(device, rates);
-    /* Nothing may still be at work on memory that is about to go. */
-    if (areas.stream != NULL && status != STATUS_OK)
-        status = even_so(status, [&] { return stream_synchronize(areas.stream, NULL); });
-    if (memory != NULL) memory_release(memory);
-    if (areas.stream != NULL) stream_release(areas.stream);
+    stream_release(areas.stream);
     return status;
 }
 
@@ -580,8 +660,8 @@ static char *take_memory(int64_t bytes)
 const char *step_name(int step)
 {
     static const char *const NAMES[] = {
-        "memory", "cpu_small", "cpu_large", "cpu_far", "device",    "up",
-        "down",   "locked",    "kernels",   "starts",  "both_ways", "on_gpu",
+        "memory", "cpu_small", "cpu_large", "cpu_far", "device", "locked",
+        "up",     "down",      "kernels",   "starts",  "parts",  "on_gpu",
     };
     static_assert(sizeof NAMES / sizeof *NAMES == STEPS, "");
     return NAMES[step];
@@ -603,14 +683,18 @@ static Status measure(char *data, int device, double *rates, double *steps)
     const auto step = [&](int number, const auto &function) {
         if (status == STATUS_OK) status = timed(&steps[number], function);
     };
-    step(STEP_CPU_SMALL, [&] { return measure_on_cpu(host, SMALL, RATE_CPU_SMALL, rates); });
-    step(STEP_CPU_LARGE, [&] { return measure_on_cpu(host, LARGE, RATE_CPU_LARGE, rates); });
+    const auto run_on_cpu = [&] {
+        step(STEP_CPU_SMALL, [&] { return measure_on_cpu(host, SMALL, RATE_CPU_SMALL, rates); });
+        step(STEP_CPU_LARGE, [&] { return measure_on_cpu(host, LARGE, RATE_CPU_LARGE, rates); });
+    };
+    run_on_cpu();
     if (with_gpu)
         step(STEP_CPU_FAR, [&] {
-            const Status added = measure_far(far, OPERATOR_add, rates);
-            return added == STATUS_OK ? measure_far(table, OPERATOR_gather, rates) : added;
+            const Status elements = measure_far_elements(host, rates);
+            return elements == STATUS_OK ? measure_far_rows(table, rates) : elements;
         });
     if (with_gpu && status == STATUS_OK) status = measure_gpu(host, far, device, rates, steps);
+    run_on_cpu();
     if (status != STATUS_OK) return status;
     estimate_far(rates);
     for (const Operator &op : OPERATOR_ROWS) {

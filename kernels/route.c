@@ -31,9 +31,10 @@ static const double CLEAR_BYTES = 32 << 10, CLEAR_ROWS = 2048, CLEAR_SUMS = 32 <
 /* What takes a microsecond or so. */
 static const double BRIEF_BYTES = 4 << 10, BRIEF_ROWS = 512, BRIEF_SUMS = 4 << 10;
 
-/* The calls that were measured, by what their rates go by. */
+/* The calls that were measured, by what their rates go by. What was measured as far elements is
+ * what no cache holds anything of, and some hold the most of some 100 MiB. */
 enum { SIZES = 3 };
-static const double OPERAND_BYTES[] = {12.0 * SMALL_ITEMS, 12.0 * LARGE_ITEMS, 12.0 * FAR_ITEMS};
+static const double OPERAND_BYTES[] = {12.0 * SMALL_ITEMS, 12.0 * LARGE_ITEMS, 512 << 20};
 static const double TABLE_BYTES[] = {4.0 * SMALL_ITEMS, 4.0 * LARGE_ITEMS, 4.0 * FAR_TABLE_ITEMS};
 static const double SUMS[] = {SMALL_SUMS, LARGE_SUMS, FAR_SUMS};
 static const double SHORT_COPY_BYTES = 256 << 10, LONG_COPY_BYTES = 16 << 20;
@@ -198,6 +199,14 @@ static double rate_on_cpu(const double *rates, int op, const double at[SIZES], d
     return interpolate(rate[i], rate[i + 1], size, at[i], at[i + 1]);
 }
 
+/* Long copies take some time to begin, however long they are. */
+double copy_seconds(const double rates[3], double bytes)
+{
+    const double beyond = fmax(bytes - LONG_COPY_BYTES, 0), rest = bytes - beyond;
+    return rest * interpolate(rates[0], rates[1], rest, SHORT_COPY_BYTES, LONG_COPY_BYTES) +
+           beyond * rates[2];
+}
+
 static double seconds_on_cpu(const Call *call, const Weight *weight, const double *rates)
 {
     const int op = call->op->number;
@@ -220,7 +229,7 @@ static void set_gather_rates(const double *rates, double table_bytes, GatherRate
 {
     const double rate = rate_on_cpu(rates, OPERATOR_gather, TABLE_BYTES, table_bytes);
     found->byte_up = rates[RATE_UP_LOCKED];
-    found->byte_copied_up = rates[RATE_UP_LARGE];
+    found->byte_copied_up = copy_seconds(rates + RATE_UP_SMALL, table_bytes) / fmax(table_bytes, 1);
     found->host_row = rate * (LINE_BYTES + sizeof(int64_t));
     found->host_byte = rate * 2;
 }
@@ -232,16 +241,11 @@ static double start_of(const Call *call, const double *rates)
     return call_suits_slab(call) ? fmin(start, rates[RATE_SLAB_START]) : start;
 }
 
-static double seconds_of_copy(const double *rate, double bytes)
-{
-    return bytes * interpolate(rate[0], rate[1], bytes, SHORT_COPY_BYTES, LONG_COPY_BYTES);
-}
-
 /* By gather, which takes the way of the two that takes less. */
 static double seconds_of_table(const Call *call, const Weight *weight, const double *rates,
                                RouteWay way)
 {
-    if (!weight->is_reachable) return seconds_of_copy(rates + RATE_UP_SMALL, weight->table);
+    if (!weight->is_reachable) return copy_seconds(rates + RATE_UP_SMALL, weight->table);
     GatherCase given = {.rows = (int64_t)fmin(call->operations, 9e18),
                         .row_bytes = (int64_t)weight->row_bytes,
                         .is_reachable = true};
@@ -250,26 +254,23 @@ static double seconds_of_table(const Call *call, const Weight *weight, const dou
     return gather_seconds(&given, way == WAY_ZERO_COPY ? GATHER_IN_PLACE : GATHER_WHOLE);
 }
 
-/* Large calls go in parts, so that copies up and down and the work go on at the same time; but the
- * first part goes up, and the last one comes down, while nothing else does. */
-static double share_of_part(double bytes)
+/* Large calls go in parts, so that copies up and down and the work go on at the same time. */
+static double parts_of(double bytes)
 {
     const int64_t whole = (int64_t)fmin(bytes, 9e18);
-    return is_worth_parts(whole) ? (double)part_bytes(whole) / bytes : 1;
+    return is_worth_parts(whole) ? ceil(bytes / (double)part_bytes(whole)) : 1;
 }
 
-/* Of copies up and down, of which parts go on at the same time. The bus has room for both, but the
- * threads and the memory of the host have two copies to do at a time, unless one of them is of
- * page-locked memory. */
+/* Of copies up and down, of which parts go on at the same time; but the first part goes up, and the
+ * last one comes down, while nothing else does. The bus has room for both. The memory of the host
+ * has to read, or to write, each byte that is not page-locked, and is as fast at that as an
+ * addition is: what lies between, in page-locked buffers, its caches hold. */
 static double seconds_of_both(const Weight *weight, const double *rates, double up, double down,
-                              double alone)
+                              double parts)
 {
-    const double up_locked = weight->up_locked * rates[RATE_UP_LOCKED],
-                 down_locked = weight->down_locked * rates[RATE_UP_LOCKED];
-    const double bus = fmax(up, down) + fmin(up, down) * alone;
-    up -= up_locked;
-    down -= down_locked;
-    return fmax(bus, fmax(up, down) + fmin(up, down) * rates[RATE_BOTH_WAYS]);
+    const double memory = rates[OPERATOR_add * RATES_OF_OPERATOR + RATE_CPU_FAR];
+    const double bytes = weight->up - weight->up_locked + weight->down - weight->down_locked;
+    return fmax(fmax(up, down) + fmin(up, down) / parts, bytes * memory);
 }
 
 /* Between host arrays. The bus is as fast down as up. */
@@ -279,20 +280,19 @@ static double seconds_on_gpu(const Call *call, const Weight *weight, const doubl
     const double *rate = rates + call->op->number * RATES_OF_OPERATOR;
     const double start = start_of(call, rates);
     const double up =
-        seconds_of_copy(rates + RATE_UP_SMALL, weight->up - weight->table - weight->up_locked) +
+        copy_seconds(rates + RATE_UP_SMALL, weight->up - weight->table - weight->up_locked) +
         weight->up_locked * rates[RATE_UP_LOCKED] + seconds_of_table(call, weight, rates, way);
-    const double down =
-        seconds_of_copy(rates + RATE_DOWN_SMALL, weight->down - weight->down_locked) +
-        weight->down_locked * rates[RATE_UP_LOCKED];
+    const double down = copy_seconds(rates + RATE_DOWN_SMALL, weight->down - weight->down_locked) +
+                        weight->down_locked * rates[RATE_UP_LOCKED];
     double work = weight->units * rate[RATE_GPU];
     if (call->work == WORK_SUMS) {
         work *= sums_factor(call, rates, true);
         work = fmax(work, weight->touched * rates[OPERATOR_add * RATES_OF_OPERATOR + RATE_GPU]);
     }
-    if (call->run_in_parts == NULL) return start + up + work + down;
-    const double alone = share_of_part(weight->largest);
-    const double copies = seconds_of_both(weight, rates, up, down, alone);
-    return start + fmax(copies, work) + fmin(copies, work) * alone;
+    const double parts = call->run_in_parts == NULL ? 1 : parts_of(weight->largest);
+    if (parts == 1) return start + up + work + down;
+    const double copies = seconds_of_both(weight, rates, up, down, parts);
+    return start + parts * rates[RATE_PART_START] + fmax(copies, work) + fmin(copies, work) / parts;
 }
 
 /* What is known of the machine. */
@@ -404,9 +404,11 @@ const char *rate_name(int rate, char *text, size_t size)
     };
     static const char *const OF_OPERATOR[] = {"cpu_small", "cpu_large", "cpu_far", "gpu", "start"};
     static const char *const OTHERS[] = {
-        "integer_factor", "gpu_double_factor", "gpu_short_factor", "up_small",  "up_large",
-        "up_locked",      "down_small",        "down_large",       "both_ways", "slab_start",
+        "integer_factor", "gpu_double_factor", "gpu_short_factor", "up_small", "up_large",
+        "up_far",         "down_small",        "down_large",       "down_far", "up_locked",
+        "part_start",     "slab_start",
     };
+    _Static_assert(sizeof OTHERS / sizeof *OTHERS == RATES - RATE_INTEGER_FACTOR, "");
     if (rate >= RATE_INTEGER_FACTOR)
         snprintf(text, size, "%s", OTHERS[rate - RATE_INTEGER_FACTOR]);
     else

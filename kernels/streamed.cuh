@@ -1,5 +1,6 @@
 /* Stores that go around the caches, for what these could not hold until it is read again: they save
- * their room, and the reading of what is overwritten. */
+ * their room, and the reading of what is overwritten. And how to have them hold something no longer
+ * that they could. */
 #ifndef GPUOPS_STREAMED_CUH
 #define GPUOPS_STREAMED_CUH
 
@@ -10,6 +11,20 @@
 #endif
 
 constexpr int64_t STREAMED_WORD = 16; /* bytes */
+constexpr int64_t CACHE_LINE_BYTES = 64;
+
+/* The caches of all processors write the line back and forget it; where a program cannot ask them
+ * to, it stays. */
+static inline void drop_from_caches(const char *line)
+{
+#if defined __SSE2__
+    _mm_clflush(line);
+#elif defined __aarch64__
+    asm volatile("dc civac, %0" : : "r"(line) : "memory");
+#else
+    (void)line;
+#endif
+}
 
 #if defined __SSE2__ && !defined __SANITIZE_THREAD__ /* which sees no such stores */
 
