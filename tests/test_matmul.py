@@ -1,6 +1,7 @@
 """gpuops.matmul against numpy.matmul, and cuBLASLt's part in it against one of our own."""
 
 import ctypes
+import functools
 import importlib.metadata
 import itertools
 import re
@@ -1076,10 +1077,27 @@ small = np.arange(12.0).reshape(4, 3)
 for a, b in [
     (small, small.T), (small.astype("F"), small.T.copy()), (small, small[0]), (small[0], small.T),
     (np.eye(64), np.eye(64)), (small.astype(int), small.T.astype(int)), (small[None], small.T),
-    (small[::2], small.T), (small[:1, :1], small[:1, :1]),
+    (small[::2], small.T), (small[:1, :1], small[:1]), (small[:1, :1], small[:1, :1]),
 ]:
     before = calls
     assert (gpuops.matmul(a, b, device="cpu") == a @ b).all()
     print(calls - before, end=" ")
 """
-    assert run_child(cpu_device.gpuops, source) == "0 0 0 0 1 1 1 1 1 "
+    assert run_child(cpu_device.gpuops, source) == "0 0 0 0 1 1 1 1 1 0 "
+
+
+@pytest.mark.parametrize("dtype", FLOATS[1:])
+def test_a_product_of_two_numbers_is_numpys(cpu_device, dtype):
+    """To the last bit, and so is what it warns of: "raise" makes errors of that."""
+    tiny = np.finfo(dtype).tiny
+    numbers = np.array([0, -0.0, 1, -2.5, 1 / 3, np.inf, np.nan, tiny, 1 / tiny]).astype(dtype)
+    for a, b in itertools.product(numbers, repeat=2):
+        a, b = np.array([[a]]), np.array([[b]])
+        outcomes = []
+        for function in (np.matmul, functools.partial(cpu_device.gpuops.matmul, device="cpu")):
+            try:
+                with np.errstate(all="raise"):
+                    outcomes.append(function(a, b).tobytes())
+            except FloatingPointError as error:
+                outcomes.append(str(error))
+        assert outcomes[0] == outcomes[1]
