@@ -113,7 +113,9 @@ void each_loops(const Call *call, EachLoops *loops)
     if (loops->ndim == 0) {
         loops->ndim = 1;
         loops->counts[0] = 1;
-        for (int k = 0; k < last; k++) loops->strides[k][0] = 0;
+        /* On the CPU a single element counts as one that follows others, which needs no buffer. */
+        for (int k = 0; k < last; k++)
+            loops->strides[k][0] = out->device == DEVICE_CPU ? call->inputs[k].item_bytes : 0;
         loops->strides[last][0] = out->item_bytes;
     }
 }

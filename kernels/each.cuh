@@ -174,7 +174,11 @@ ALWAYS_INLINE static inline void each_range(const EachLoops &loops, int64_t begi
         data[k] = loops.data[k];
         steps[k] = loops.strides[k][inner];
     }
-    int64_t first = begin % loops.counts[inner], rest = begin / loops.counts[inner];
+    int64_t first = begin, rest = 0;
+    if (inner > 0) { /* to divide takes as long as many elements */
+        first = begin % loops.counts[inner];
+        rest = begin / loops.counts[inner];
+    }
     for (int i = inner - 1; i >= 0; i--) {
         position[i] = rest % loops.counts[i];
         rest /= loops.counts[i];
