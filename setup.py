@@ -52,6 +52,8 @@ COMPILE = ["-O3", "-ffp-contract=off", "-fPIC", "-fvisibility=hidden", "-pthread
 COMPILE += ["-Wall", "-Wextra"]
 COMPILE_C = [*COMPILE, "-std=gnu11"]
 COMPILE_CXX = [*COMPILE, "-std=c++17", "-fno-exceptions", "-fno-rtti"]
+# Short loops take up to twice as long where they begin in the middle of what is decoded at once.
+COMPILE_CXX += ["-falign-loops=32"]
 # No -O3: it is for the host's code, and would come after the -O that the user wants for that.
 COMPILE_CUDA = ["-std=c++17", "-fmad=false", "--diag-error=20011,20014", "-Xfatbin=-compress-all"]
 LINK = ["-shared", "-fPIC", "-static-libstdc++", "-static-libgcc"]
