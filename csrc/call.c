@@ -182,7 +182,7 @@ static int read_output(State *state, PyObject *object, const char *op, const cha
 {
     if (read_operand(state, object, op, name, USE_WRITTEN, out) < 0) return -1;
     if (is_on_device(out)) return 0;
-    if (out->kind == KIND_HOST && out->descr == NULL) { /* no other library's */
+    if (out->kind == KIND_HOST && out->descr == NULL && !PyArray_Check(object)) {
         release(out->array);
         out->array = as_output(object, name);
         return out->array == NULL ? -1 : 0;
@@ -347,7 +347,7 @@ static int cast_moved_values(const Call *call, Arguments *arguments)
     Operand *x = &arguments->out, *values = &arguments->inputs[1];
     if (call->op->plan != plan_scatter) return 0;
     PyArray_Descr *from = known_descr(values), *to = known_descr(x);
-    if (from == NULL || to == NULL || !(is_only_moved(from) || is_only_moved(to)) ||
+    if (from == NULL || to == NULL || from == to || !(is_only_moved(from) || is_only_moved(to)) ||
         PyArray_EquivTypes(from, to))
         return 0;
     const bool on_device = is_on_device(x) || is_on_device(values);
@@ -472,6 +472,7 @@ static int read_huge_integer(Arguments *arguments, int i)
 
 static int check_huge_integers(const Call *call, const Arguments *arguments)
 {
+    if (arguments->huge == 0) return 0;
     const bool is_float = dtype_is_float(call->compute) || dtype_is_complex(call->compute);
     const unsigned lost = is_float ? arguments->huge & ~call->cast_inputs : arguments->huge;
     for (int i = 0; i < arguments->count; i++) {
@@ -973,18 +974,17 @@ static int open_call(State *state, const Signature *signature, PyObject **values
     if (read_fill_argument(signature, call, arguments) < 0 ||
         cast_moved_values(call, arguments) < 0)
         return -1;
-    for (int i = 0; i < arguments->count; i++)
+    call->input_count = arguments->count;
+    for (int i = 0; i < arguments->count; i++) {
         if (read_huge_integer(arguments, i) < 0 || complete_operand(&arguments->inputs[i]) < 0)
             return -1;
+        view_copy(&call->inputs[i], &arguments->inputs[i].view);
+        call->inputs[i].weak = weakness(arguments->inputs[i].object);
+    }
     if (arguments->out.object != NULL) {
         if (complete_operand(&arguments->out) < 0) return -1;
         call->wanted = arguments->out.view.dtype;
         call->given = &arguments->out.view;
-    }
-    call->input_count = arguments->count;
-    for (int i = 0; i < arguments->count; i++) {
-        view_copy(&call->inputs[i], &arguments->inputs[i].view);
-        call->inputs[i].weak = weakness(arguments->inputs[i].object);
     }
     if (is_in_place(signature)) view_copy(&call->out, &arguments->out.view);
     return 0;

@@ -154,7 +154,7 @@ static inline State *state_of(PyTypeObject *type)
 }
 
 /* view.c */
-PyArrayObject *as_array(PyObject *object, const char *name);
+PyArrayObject *array_of_object(PyObject *object, const char *name);
 PyArrayObject *as_indices(PyObject *object, const char *name);
 PyArrayObject *as_output(PyObject *object, const char *name);
 /* Fails for elements that are more than their bytes; without a name there is no array yet. */
@@ -162,6 +162,13 @@ int check_dtype(PyArray_Descr *descr, const char *name);
 void fill_dtype(PyArray_Descr *descr, View *view); /* dtype, item_bytes and dtype_name */
 PyArray_Descr *descr_of(Dtype dtype);              /* a new reference, or NULL with an exception */
 int fill_view(PyArrayObject *array, const char *name, View *view);
+
+/* Without a call for what most arguments are. */
+static inline PyArrayObject *as_array(PyObject *object, const char *name)
+{
+    return PyArray_CheckExact(object) ? hold((PyArrayObject *)object)
+                                      : array_of_object(object, name);
+}
 
 /* operand.c */
 int read_operand(State *state, PyObject *object, const char *op, const char *name, Use use,

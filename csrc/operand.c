@@ -131,8 +131,8 @@ static int classify(State *state, Operand *operand)
     return result;
 }
 
-int read_array_operand(State *state, PyObject *object, const char *op, const char *name, Use use,
-                       Operand *operand)
+static void begin_operand(PyObject *object, const char *op, const char *name, Use use,
+                          Operand *operand)
 {
     memset(operand, 0, offsetof(Operand, view));
     operand->object = object;
@@ -143,6 +143,12 @@ int read_array_operand(State *state, PyObject *object, const char *op, const cha
     operand->view.device = DEVICE_CPU;
     operand->view.stream = NULL;
     operand->view.memory = NULL;
+}
+
+/* 0: NumPy is to make an array of it. */
+static int find_array(State *state, Operand *operand)
+{
+    PyObject *object = operand->object;
     if (Py_TYPE(object) != state->array_type)
         return is_common(object) ? 0 : classify(state, operand);
     DeviceArray *array = (DeviceArray *)object;
@@ -154,10 +160,18 @@ int read_array_operand(State *state, PyObject *object, const char *op, const cha
     return 1;
 }
 
+int read_array_operand(State *state, PyObject *object, const char *op, const char *name, Use use,
+                       Operand *operand)
+{
+    begin_operand(object, op, name, use, operand);
+    return find_array(state, operand);
+}
+
 int read_operand(State *state, PyObject *object, const char *op, const char *name, Use use,
                  Operand *operand)
 {
-    const int found = read_array_operand(state, object, op, name, use, operand);
+    begin_operand(object, op, name, use, operand);
+    const int found = PyArray_CheckExact(object) ? 0 : find_array(state, operand);
     if (found != 0) return found < 0 ? -1 : 0;
     operand->kind = KIND_HOST;
     if (PyArray_Check(object) || strcmp(name, "indices") != 0)

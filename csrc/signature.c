@@ -106,7 +106,8 @@ int bind_arguments(const Signature *signature, PyObject *const *args, Py_ssize_t
                      signature->op.name, signature->by_position, count);
         return -1;
     }
-    for (Py_ssize_t i = 0; i < signature->count; i++) values[i] = i < count ? args[i] : NULL;
+    const Py_ssize_t parameters = signature->count;
+    for (Py_ssize_t i = 0; i < parameters; i++) values[i] = i < count ? args[i] : NULL;
     Py_ssize_t keywords = names == NULL ? 0 : PyTuple_Size(names);
     for (Py_ssize_t i = 0; i < keywords; i++)
         if (bind_keyword(signature, PyTuple_GetItem(names, i), args[count + i], values) < 0)

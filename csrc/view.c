@@ -121,9 +121,8 @@ static PyArrayObject *array_of_buffer(PyObject *object)
     return array;
 }
 
-PyArrayObject *as_array(PyObject *object, const char *name)
+PyArrayObject *array_of_object(PyObject *object, const char *name)
 {
-    if (PyArray_CheckExact(object)) return (PyArrayObject *)Py_NewRef(object);
     if (PyArray_Check(object)) {
         /* A masked array is more than its data, and what its mask hides must not come back. */
         const int is_masked = has_attribute(object, "_mask");

@@ -3,20 +3,6 @@
 
 #include <stdlib.h>
 
-int64_t view_items(const View *view)
-{
-    int64_t items = 1;
-    for (int i = 0; i < view->ndim; i++) items *= view->shape[i];
-    return items;
-}
-
-double view_count(const View *view, int begin, int end)
-{
-    double count = 1;
-    for (int i = begin; i < end; i++) count *= (double)view->shape[i];
-    return count;
-}
-
 bool view_is_packed(const View *view)
 {
     int64_t stride = view->item_bytes;
@@ -38,24 +24,24 @@ void view_pack(View *view)
 
 void view_extent(const View *view, uintptr_t *begin, uintptr_t *end)
 {
+    int64_t below = 0, above = view->item_bytes;
     *begin = *end = (uintptr_t)view->data;
     for (int i = 0; i < view->ndim; i++) {
-        if (view->shape[i] == 0) {
-            *end = *begin;
-            return;
-        }
-        int64_t reach = (view->shape[i] - 1) * view->strides[i];
-        *(reach < 0 ? begin : end) += (uintptr_t)reach;
+        if (view->shape[i] == 0) return;
+        const int64_t reach = (view->shape[i] - 1) * view->strides[i];
+        below += reach < 0 ? reach : 0;
+        above += reach < 0 ? 0 : reach;
     }
-    *end += (uintptr_t)view->item_bytes;
+    *begin += (uintptr_t)below;
+    *end += (uintptr_t)above;
 }
 
 bool views_overlap(const View *one, const View *other)
 {
     uintptr_t one_begin, one_end, other_begin, other_end;
+    if (one->device != other->device) return false;
     view_extent(one, &one_begin, &one_end);
     view_extent(other, &other_begin, &other_end);
-    if (one->device != other->device) return false;
     return one_begin < other_end && other_begin < one_end;
 }
 

@@ -143,17 +143,30 @@ typedef struct View {
 /* Leaves out the kilobyte that most views have no use for. */
 static inline void view_copy(View *target, const View *source)
 {
-    const size_t sizes = (size_t)source->ndim * sizeof(int64_t);
     __builtin_memcpy(target, source, offsetof(View, shape));
-    __builtin_memcpy(target->shape, source->shape, sizes);
-    __builtin_memcpy(target->strides, source->strides, sizes);
+    for (int i = 0; i < source->ndim; i++) { /* mostly so few that a call takes longer */
+        target->shape[i] = source->shape[i];
+        target->strides[i] = source->strides[i];
+    }
 }
 
 /* The dtype that NumPy gives a sum of these, taken from left to right. */
 Dtype result_dtype(const View *views, int count);
-int64_t view_items(const View *view);
+static inline int64_t view_items(const View *view)
+{
+    int64_t items = 1;
+    for (int i = 0; i < view->ndim; i++) items *= view->shape[i];
+    return items;
+}
+
 /* The product of the sizes of some axes, which may be more than any array can have. */
-double view_count(const View *view, int begin, int end);
+static inline double view_count(const View *view, int begin, int end)
+{
+    double count = 1;
+    for (int i = begin; i < end; i++) count *= (double)view->shape[i];
+    return count;
+}
+
 bool view_is_packed(const View *view); /* in C order, without gaps */
 void view_pack(View *view);            /* sets the strides to those of C order */
 /* From the lowest to the highest byte that a view touches, on addresses. */

@@ -5,6 +5,11 @@
 
 #include <stdlib.h>
 
+static bool is_to_be_cast(const Call *call, const View *input, int i)
+{
+    return call->cast_inputs >> i & 1 && input->dtype != call->compute;
+}
+
 #ifdef __CUDACC__
 
 Status open_report(const Call *call, int64_t axis_size, IndexReport *report)
@@ -18,11 +23,6 @@ Status open_report(const Call *call, int64_t axis_size, IndexReport *report)
 Status await_named_stream(const Call *call)
 {
     return call->stream == NULL ? STATUS_OK : stream_await(call->stream, call->watch);
-}
-
-static bool is_to_be_cast(const Call *call, const View *input, int i)
-{
-    return call->cast_inputs >> i & 1 && input->dtype != call->compute;
 }
 
 static bool stays_on_host(const Call *call, int i)
@@ -302,16 +302,14 @@ static Status run_on_device(Call *)
 
 #endif
 
-/* Element-wise loops convert what they read; for others there are copies. */
-static Status run_on_cpu(Call *call)
+static Status run_with_copies(Call *call)
 {
-    if (call->elementwise) return call->op->run(call);
     View given[GPUOPS_MAX_INPUTS];
     void *copies[GPUOPS_MAX_INPUTS] = {};
     Status status = STATUS_OK;
     for (int i = 0; i < call->input_count && status == STATUS_OK; i++) {
         View *input = &call->inputs[i];
-        if (!(call->cast_inputs >> i & 1) || input->dtype == call->compute) continue;
+        if (!is_to_be_cast(call, input, i)) continue;
         View cast;
         view_copy(&cast, input);
         cast.dtype = call->compute;
@@ -335,6 +333,15 @@ static Status run_on_cpu(Call *call)
         free(copies[i]);
     }
     return status;
+}
+
+/* Element-wise loops convert what they read; for others there are copies. */
+static Status run_on_cpu(Call *call)
+{
+    bool casts = false;
+    for (int i = 0; i < call->input_count && !call->elementwise; i++)
+        casts |= is_to_be_cast(call, &call->inputs[i], i);
+    return casts ? run_with_copies(call) : call->op->run(call);
 }
 
 Status run_call(Call *call)

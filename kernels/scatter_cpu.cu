@@ -269,11 +269,11 @@ static bool ranges_pay(const Work *work)
 {
     constexpr int64_t LARGE_COUNT = 128 << 10, COUNT = 512 << 10, PLACES = 1 << 10;
     constexpr int WORKERS = 8;
-    int threads = 1;
-    (void)cpu_threads(&threads);
     const int64_t count = work->scatter->index_count, places = work->scatter->axis_size;
-    return work->prefetch ? threads > 1 && count >= LARGE_COUNT
-                          : threads >= WORKERS && count >= COUNT && places >= PLACES;
+    int threads = 1;
+    if (count < LARGE_COUNT) return false;
+    (void)cpu_threads(&threads);
+    return work->prefetch ? threads > 1 : threads >= WORKERS && count >= COUNT && places >= PLACES;
 }
 
 /* False where an index does not name one number, or is of a rare type: nothing was done. */

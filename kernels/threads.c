@@ -50,12 +50,11 @@ static void watch_for_fork(void)
     pthread_atfork(NULL, NULL, reset_after_fork);
 }
 
-Status cpu_threads(int *count)
-{
-    static int known; /* atomic; what every thread would find is the same, so a race is harmless */
-    *count = __atomic_load_n(&known, __ATOMIC_RELAXED);
-    if (*count > 0) return STATUS_OK;
+static int known_threads; /* atomic; what all threads would find is the same: a race is harmless */
 
+/* Apart, so that those who ask later need no room on the stack, nor have it guarded. */
+__attribute__((noinline)) static Status find_threads(int *count)
+{
     const char *wanted = getenv("GPUOPS_NUM_THREADS");
     if (wanted != NULL && *wanted != '\0') {
         char *end;
@@ -73,8 +72,14 @@ Status cpu_threads(int *count)
         if (*count < 1) *count = 1;
         if (*count > MAX_THREADS) *count = MAX_THREADS;
     }
-    __atomic_store_n(&known, *count, __ATOMIC_RELAXED);
+    __atomic_store_n(&known_threads, *count, __ATOMIC_RELAXED);
     return STATUS_OK;
+}
+
+Status cpu_threads(int *count)
+{
+    *count = __atomic_load_n(&known_threads, __ATOMIC_RELAXED);
+    return *count > 0 ? STATUS_OK : find_threads(count);
 }
 
 static void take_chunks(RangeFunction function, void *context, int64_t count, int64_t chunk)
@@ -185,10 +190,10 @@ void parallel_end(void)
 
 void parallel_for(int64_t count, int64_t grain, RangeFunction function, void *context)
 {
-    if (count / 2 < grain || !open_loop(count, grain, function, context, 1)) {
-        if (count > 0) function(context, 0, count);
-        return;
+    if (count / 2 >= grain && open_loop(count, grain, function, context, 1)) {
+        take_chunks(function, context, count, pool.chunk);
+        parallel_end();
+    } else if (count > 0) {
+        function(context, 0, count);
     }
-    take_chunks(function, context, count, pool.chunk);
-    parallel_end();
 }
