@@ -109,6 +109,8 @@ class Fake:
         self.library.fake_calls.restype = ctypes.c_long
         self.library.fake_pending.restype = ctypes.c_long
         self.library.fake_taken.restype = ctypes.c_long
+        # For all answers: a new one of this size would have to be filled with zeros each time.
+        self.text = ctypes.create_string_buffer(1 << 17)
 
     def set_driver(self, state):
         """`state`: "fine", "none", "old", "stub" or "no-device"."""
@@ -259,9 +261,8 @@ class Fake:
 
         Those that cannot fail are not among them.
         """
-        text = ctypes.create_string_buffer(1 << 17)
-        self.library.fake_log(text, ctypes.c_size_t(len(text)))
-        return text.value.decode().split()
+        self.library.fake_log(self.text, ctypes.c_size_t(len(self.text)))
+        return self.text.value.decode().split()
 
     @contextlib.contextmanager
     def twin(self, name, function):
@@ -300,9 +301,8 @@ class Fake:
 
     def take_misuse(self):
         """What was done that a real GPU punishes, one line each; red zones are looked at now."""
-        text = ctypes.create_string_buffer(8192)
-        self.library.fake_take_misuse(text, ctypes.c_size_t(len(text)))
-        return text.value.decode()
+        self.library.fake_take_misuse(self.text, ctypes.c_size_t(len(self.text)))
+        return self.text.value.decode()
 
 
 def load_package(folder, name="gpuops_fake"):

@@ -291,28 +291,36 @@ cudaError_t cudaMemsetAsync(void *target, int value, size_t bytes, cudaStream_t 
 
 /* Kernels: registered by nvcc's start-up code, given a twin by kernels/common.cuh. */
 
+typedef struct File {
+    bool taken_back; /* the process ends: nvcc's code gives up its kernels, file by file */
+} File;
+
 typedef struct Kernel {
-    struct Kernel *next;
-    void **module;
+    struct Kernel *next; /* of those with the same hash */
+    const File *file;
     const void *symbol;
     const char *name;
     Twin twin;
-    bool taken_back;       /* the process ends: nvcc's code gives up its kernels, file by file */
     unsigned most_threads; /* of a block: the kernel's launch bounds */
     size_t argument_bytes; /* of the functor, the one argument */
 } Kernel;
-static Kernel *kernels;
+static Kernel *kernels[1 << 12]; /* there are thousands */
+
+static Kernel **kernels_like(const void *symbol)
+{
+    return &kernels[(uintptr_t)symbol / 16 % (sizeof kernels / sizeof *kernels)];
+}
 
 static Kernel *find_kernel(const void *symbol)
 {
-    Kernel *kernel = kernels;
+    Kernel *kernel = *kernels_like(symbol);
     while (kernel && kernel->symbol != symbol) kernel = kernel->next;
     return kernel;
 }
 
 void **__cudaRegisterFatBinary(void *binary)
 {
-    return malloc(sizeof(void *)); /* only the address is of use */
+    return (void **)calloc(1, sizeof(File)); /* of which only the address is of use to nvcc */
 }
 
 void __cudaRegisterFunction(void **module, const char *symbol, char *device_symbol,
@@ -320,25 +328,23 @@ void __cudaRegisterFunction(void **module, const char *symbol, char *device_symb
                             dim3 *block_size, dim3 *grid_size, int *warp_size)
 {
     LOCKED();
-    Kernel *kernel = malloc(sizeof *kernel);
+    Kernel *kernel = malloc(sizeof *kernel), **first = kernels_like(symbol);
     if (!kernel) return; /* its launch will say so */
-    *kernel = (Kernel){kernels, module, symbol, name, NULL, false, 0, 0};
-    kernels = kernel;
+    *kernel = (Kernel){*first, (const File *)module, symbol, name, NULL, 0, 0};
+    *first = kernel;
 }
 
 void __cudaUnregisterFatBinary(void **module)
 {
     LOCKED();
-    for (Kernel *kernel = kernels; kernel; kernel = kernel->next)
-        if (kernel->module == module) kernel->taken_back = true;
-    free(module);
+    ((File *)module)->taken_back = true;
 }
 
 void fake_cuda_twin(const void *symbol, Twin twin, unsigned most_threads, size_t argument_bytes)
 {
     LOCKED();
     Kernel *kernel = find_kernel(symbol);
-    if (!kernel || kernel->taken_back) return;
+    if (!kernel || kernel->file->taken_back) return;
     kernel->twin = twin;
     kernel->most_threads = most_threads;
     kernel->argument_bytes = argument_bytes;
@@ -388,7 +394,7 @@ cudaError_t cudaLaunchKernel(const void *symbol, dim3 grid, dim3 block, void **a
     struct ModuleKernel *module_kernel = find_module_kernel(symbol);
     Kernel *kernel = find_kernel(symbol);
     Stream *stream;
-    REQUIRE(!kernel || !kernel->taken_back, cudaErrorCudartUnloading);
+    REQUIRE(!kernel || !kernel->file->taken_back, cudaErrorCudartUnloading);
     if (module_kernel) {
         REQUIRE_SUCCESS(find_working_stream(__func__, handle, &stream));
         return done(

@@ -21,6 +21,7 @@ enum {
     RED_ZONE_BYTES = 256,        /* on both sides; cudaMalloc promises this alignment */
     QUARANTINE_BYTES = 32 << 20, /* freed memory stays poisoned, and out of use, for this long */
     QUARANTINE_BLOCKS = 256,
+    PAGE_BYTES = 4096,
 };
 
 Blocks live, quarantine, registered;
@@ -93,12 +94,20 @@ static bool all_bytes_are(const unsigned char *bytes, size_t count, unsigned cha
     return bytes[0] == value && memcmp(bytes, bytes + 1, count - 1) == 0;
 }
 
-/* Writes a pattern where ASan allows no access, and first says whether it was still there. */
+/* Writes a pattern where ASan allows no access, and says whether it was still there. Pages on which
+ * it is are only read: a process that was forked would have to copy them first. */
 static bool mend(unsigned char *bytes, size_t count, unsigned char value)
 {
+    bool intact = true;
     ASAN_UNPOISON_MEMORY_REGION(bytes, count);
-    bool intact = all_bytes_are(bytes, count, value);
-    memset(bytes, value, count);
+    for (size_t done = 0, piece; done < count; done += piece) {
+        unsigned char *at = bytes + done;
+        piece = PAGE_BYTES - (uintptr_t)at % PAGE_BYTES;
+        if (piece > count - done) piece = count - done;
+        if (all_bytes_are(at, piece, value)) continue;
+        memset(at, value, piece);
+        intact = false;
+    }
     ASAN_POISON_MEMORY_REGION(bytes, count);
     return intact;
 }
