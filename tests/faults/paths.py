@@ -49,6 +49,7 @@ class Path(NamedTuple):
     prepare: Callable  # given a Device, makes a Case; calls that may fail are in its run
     needs_nvrtc: bool = False
     is_first: bool = False  # nothing has called CUDA before
+    survives_fork: bool = True  # what is prepared: threads do not, nor do rings
 
     def __str__(self):
         return f"{self.group}: {self.name}"
@@ -372,7 +373,7 @@ def rows_gathered_on_the_host_by_indices_on_the_device(gpu):
     return from_table(gpu, [5, -1, 200], on_device=True)
 
 
-@path("gather")
+@path("gather", survives_fork=False)
 def rows_through_the_ring(gpu):
     x = np.arange(5_000_000, dtype="f4").reshape(5000, 1000)
     indices = np.arange(530) * 9
@@ -555,7 +556,7 @@ def the_first_large_array(gpu):
     return Case(lambda: gpu.gpuops.to_device(x).to_host(), [x])
 
 
-@path("arrays")
+@path("arrays", survives_fork=False)
 def a_large_array(gpu):
     with_small_sizes(gpu)
     items = LEAST_AROUND // 8

@@ -1,9 +1,11 @@
 """Makes the calls of CUDA fail, one after the other, on every path of paths.py.
 
-A step is one path on which one call fails with one code, or two. It runs in a process of its own,
-forked from this one, which has loaded everything but never calls CUDA: so each begins with what a
-program begins with, a fatal error costs nobody else the GPU, and a crash is seen to be that step's.
-The right result is what the path gives when nothing fails; other tests look at that.
+A step is one path on which one call fails with one code, or two. It runs in a process of its own: a
+fatal error costs nobody else the GPU, and a crash is seen to be that step's. Each path has a
+process, too, forked from this one, which has loaded everything but never calls CUDA, so that it
+begins with what a program begins with. It goes as far as the call that is to fail, once, and its
+steps go on from there, as copies of it. The right result is what the path gives when nothing fails;
+other tests look at that.
 
 A step that goes wrong is named so that a command repeats it:
 
@@ -28,7 +30,7 @@ import contextlib
 import ctypes
 import functools
 import gc
-import importlib
+import importlib.util
 import os
 import re
 import subprocess
@@ -41,6 +43,10 @@ from typing import NamedTuple
 TESTS = Path(__file__).resolve().parent.parent
 if __name__ == "__main__":
     sys.path.insert(0, str(TESTS))
+    # OpenSSL takes more than a millisecond to end, in each process. Most Pythons have hashes of
+    # their own.
+    if any(map(importlib.util.find_spec, ("_sha2", "_sha256"))):
+        sys.modules["_hashlib"] = None
 
 import numpy as np  # noqa: E402
 
@@ -49,7 +55,7 @@ try:
 except ImportError:  # an interpreter without its own tests
     set_nomemory = None
 from faults import build  # noqa: E402
-from faults.apart import apart  # noqa: E402
+from faults.apart import apart, copy_process  # noqa: E402
 from faults.fake import Fake, load_package  # noqa: E402
 from faults.paths import (  # noqa: E402
     OPERATOR_NAMES,
@@ -197,12 +203,17 @@ class Device(NamedTuple):
 
 
 def load(folder=None):
+    # A small GPU, on which kernels have few blocks: it is the calls that fail.
+    os.environ["GPUOPS_FAKE_MULTIPROCESSORS"] = "8"
     folder = Path(folder or os.environ.get("GPUOPS_FAKE_BUILD") or build.folder_of())
     gpu = Device(load_package(folder), Fake(folder / "cudart"))
     # A large import, for what Python makes when it first needs it, such as a thread's dictionary:
     # without memory for that it raises all kinds of errors, but no MemoryError.
     importlib.import_module(f"{gpu.gpuops.__name__}._compile")
-    gc.freeze()  # what is there now is not looked at, and so not copied, in any step's process
+    # What is there now is not looked at, and so not copied, in any step's process, nor is what
+    # Python keeps for later, which a collection frees.
+    gc.collect()
+    gc.freeze()
     return gpu
 
 
@@ -211,8 +222,9 @@ class BrokenPromiseError(AssertionError):
 
 
 def require(condition, text):
+    """`text` is a function where it takes long to write."""
     if not condition:
-        raise BrokenPromiseError(text)
+        raise BrokenPromiseError(text() if callable(text) else text)
 
 
 @functools.cache
@@ -271,16 +283,67 @@ def without_frames(error):
     return error.with_traceback(None)
 
 
+class Scene:
+    """A path, of which nothing is left but to make the call and to look at what comes of it.
+
+    What the fake has of a GPU is memory of its process, as is all that the package knows. So a copy
+    of a process that has come this far is what another one would be that had done the same, and
+    costs less. Nobody may hear of the fork: the package, for whom the driver of a real GPU knows
+    whose process is whose, would use none from then on.
+    """
+
+    def __init__(self, gpu, path, starves):
+        self.gpu = gpu
+        self.path = path
+        self.starves = starves
+        self.is_set = False
+
+    def set(self):
+        """In this process, which becomes that of the path, or is that of a step."""
+        gpu, fake = self.gpu, self.gpu.fake
+        fake.set_scheduler("lazy")
+        self.twins = contextlib.ExitStack()
+        self.twins.enter_context(idle_twins(gpu) if self.starves else twins(gpu))
+        if not self.path.is_first:
+            warm_up(gpu)
+        self.spare = None if self.path.is_first else gpu.gpuops.to_device(1)
+        self.case = self.path.prepare(gpu)
+        self.case.operator = self.case.operator or self.path.group
+        self.current_device = fake.current_device()
+        self.outputs = [contents(output) for output in self.case.outputs]
+        gc.collect()  # what only the preparation took shall not go in the middle of the call
+        fake.run()
+        self.leave_foreign_error()
+        self.is_set = True
+
+    def leave_foreign_error(self):
+        """Of this our calls are not to hear, and it is there for its owner after them."""
+        with self.gpu.fake.fail(1, FOREIGN, function="cudaGetDevice"):
+            self.gpu.fake.library.cudaGetDevice(ctypes.byref(ctypes.c_int()))
+        self.taken = self.gpu.fake.taken(FOREIGN)
+
+
+def scene_of(gpu, path, starves=False):
+    """For many steps, that all begin where this process is then."""
+    scene = Scene(gpu, path, starves)
+    if copy_process and path.survives_fork:
+        scene.set()
+        require(len(os.listdir("/proc/self/task")) == 1, f"{path}: a copy would lack threads")
+        require(gpu.fake.live().registered == 0, f"{path}: a copy would lack rings")
+    return scene
+
+
 class Step:
     """One run of a path in this process."""
 
-    def __init__(self, gpu, path, strikes, expected):
-        self.gpu = gpu
-        self.path = path
+    def __init__(self, scene, strikes, expected):
+        self.scene = scene
+        self.gpu = scene.gpu
+        self.path = scene.path
         self.strikes = strikes
         self.expected = expected  # the outcome of a run in which nothing fails, or None
         self.codes = {strike.code for strike in strikes}
-        self.starves = starves(strikes)
+        self.starves = scene.starves
         self.loses = False  # whether a fault was reached that ends the context
         self.answers = set()  # what the codes may lead to that are none but answers
         self.reached = False
@@ -334,22 +397,14 @@ class Step:
 
     def run(self):
         """Returns the result of the first attempt, which is None where that raised."""
-        gpu, fake = self.gpu, self.gpu.fake
-        if not self.path.is_first:
-            warm_up(gpu)
-        self.spare = None if self.path.is_first else gpu.gpuops.to_device(1)
-        case = self.path.prepare(gpu)
-        case.operator = case.operator or self.path.group
-        before, device = references(case), fake.current_device()
-        outputs = [contents(output) for output in case.outputs]
-        fake.run()
-        self.leave_foreign_error()
+        scene, fake = self.scene, self.gpu.fake
+        case, scene.case = scene.case, None
+        before = references(case)
         result, error = self.attempt(case)
         if error is None:
-            right = self.expected is None or self.answers or result == self.expected.result
-            require(
-                right, f"a wrong result: {result!r}, not {self.expected and self.expected.result!r}"
-            )
+            expected = self.expected and self.expected.result
+            right = self.expected is None or self.answers or result == expected
+            require(right, lambda: f"a wrong result: {result!r}, not {expected!r}")
         else:
             self.require_documented(error)
         spares_outputs = isinstance(error, MemoryError) and str(error).startswith(case.operator)
@@ -357,30 +412,24 @@ class Step:
         self.wait_for_all()
         require(references(case) == before, f"references: {references(case)}, not {before}")
         require_released(case)
-        require(fake.current_device() == device, "another current device")
+        require(fake.current_device() == scene.current_device, "another current device")
         if self.loses:
             self.require_loss(case)
         else:
             self.require_foreign_error()
             if spares_outputs:
                 found = [contents(output) for output in case.outputs]
-                require(found == outputs, "an output was changed in spite of the MemoryError")
+                require(found == scene.outputs, "an output was changed in spite of the MemoryError")
             del case
             self.require_survival()
         misuse = fake.take_misuse()
         require(not misuse, misuse)
         return result
 
-    def leave_foreign_error(self):
-        """Of this our calls are not to hear, and it is there for its owner after them."""
-        with self.gpu.fake.fail(1, FOREIGN, function="cudaGetDevice"):
-            self.gpu.fake.library.cudaGetDevice(ctypes.byref(ctypes.c_int()))
-        self.taken = self.gpu.fake.taken(FOREIGN)
-
     def require_foreign_error(self):
         """Nobody has taken it, though CUDA may have put one of ours in its place."""
         fake = self.gpu.fake
-        require(fake.taken(FOREIGN) == self.taken, "another library's error was taken away")
+        require(fake.taken(FOREIGN) == self.scene.taken, "another library's error was taken away")
         latched = fake.library.cudaGetLastError()
         require(latched in (0, FOREIGN), f"error {latched} is left for others to stumble over")
 
@@ -394,7 +443,7 @@ class Step:
 
     def wait_for_all(self):
         """After this nothing may hold an array of others because of work that uses it."""
-        self.spare = None  # with an array that is given back goes what had to wait
+        self.scene.spare = None  # with an array that is given back goes what had to wait
         if self.loses:
             # Nobody waits for what was queued. A GPU would no longer do it; the fake does, where
             # only one call has told of the end, and shall not do so when the operands are gone.
@@ -441,7 +490,8 @@ class Step:
         result = snapshot(case.run())
         if self.expected is None:
             return
-        require(result == self.expected.result, f"the next call is wrong: {result!r}")
+        right = result == self.expected.result
+        require(right, lambda: f"the next call is wrong: {result!r}")
         case = None
         gc.collect()
         if {"cudaGetDevice", "cudaSetDevice"} & set(self.struck()):
@@ -484,34 +534,45 @@ def starves(strikes):
     return any(strike.mode in (NO_MEMORY, ALWAYS_NO_MEMORY) for strike in strikes)
 
 
-def run_step(gpu, path, strikes=(), expected=None):
+def run_step(scene, strikes, expected=None):
     """Runs a step in a process of its own."""
     # Where Python's memory fails the process ends as C ends one, which writes what gcov has
     # counted: the ways out of that are taken nowhere else. Of CUDA's errors other tests take them,
     # and there are too many steps for the 6 ms that it lasts.
-    leave = ctypes.CDLL(None).exit if starves(strikes) else os._exit
-    arguments = gpu, path, strikes, expected
-    outcome, status = apart(run_here, *arguments, leave=leave, processor_seconds=STEP_SECONDS)
+    leave = ctypes.CDLL(None).exit if scene.starves else os._exit
+    fork = copy_process if scene.is_set else os.fork
+    outcome, status = apart(
+        run_here,
+        scene,
+        strikes,
+        expected,
+        fork=fork,
+        leave=leave,
+        processor_seconds=STEP_SECONDS,
+    )
     outcome = outcome or Outcome(None, True, [], None, {})
     if status != 0 and not outcome.problem:
         outcome = outcome._replace(problem=f"the process ended with {status}")
     return outcome
 
 
-def run_here(gpu, path, strikes, expected):
-    step = Step(gpu, path, strikes, expected)
+def run_here(scene, strikes, expected):
+    step = Step(scene, strikes, expected)
     result, problem, left = None, None, {}
-    gpu.fake.set_scheduler("lazy")
     try:
-        with idle_twins(gpu) if step.starves else twins(gpu):
+        if not scene.is_set:
+            scene.set()
+        with scene.twins:
             result = step.run()
             if expected is None:
                 gc.collect()
-                left = footprint(gpu)
+                left = footprint(scene.gpu)
     except BrokenPromiseError as found:
         problem = str(found)
     except BaseException:
         problem = traceback.format_exc()
+    if expected is not None and problem is None:  # nobody asks for more, and that can be much
+        return Outcome(None, step.reached, [], None, {})
     return Outcome(problem, step.reached, step.log, result, left)
 
 
@@ -527,10 +588,11 @@ def describe(path, strikes, outcome):
     return "\n".join([command, outcome.problem.rstrip(), *calls[:40]])
 
 
-def clean_outcome(gpu, path, mode="once"):
-    outcome = run_step(gpu, path, [Strike(NEVER, 1, mode)])
+def clean_outcome(scene):
+    mode = NO_MEMORY if scene.starves else "once"
+    outcome = run_step(scene, [Strike(NEVER, 1, mode)])
     if outcome.problem:
-        raise BrokenPromiseError(f"{path}: nothing fails, and yet: {outcome.problem}")
+        raise BrokenPromiseError(f"{scene.path}: nothing fails, and yet: {outcome.problem}")
     return outcome
 
 
@@ -562,8 +624,8 @@ def number_before_first(path):
 
 def sweep(gpu, path):
     """Fails every call of a path in turn; returns the failures and how many steps there were."""
-    failures, steps, reached = [], 0, True
-    expected = clean_outcome(gpu, path)
+    failures, steps, reached, scene = [], 0, True, scene_of(gpu, path)
+    expected = clean_outcome(scene)
     require(expected.log, f"{path}: calls nothing, or not this runtime")
     shift = sum(map(ord, str(path)))
     number = number_before_first(path)
@@ -571,7 +633,7 @@ def sweep(gpu, path):
         number += EVERY
         call = expected.log[number - 1] if number <= len(expected.log) else ""
         for strike in strikes_at(number, shift, call, len(expected.log) > MANY_CALLS):
-            outcome = run_step(gpu, path, [strike], expected)
+            outcome = run_step(scene, [strike], expected)
             steps += 1
             if outcome.problem:
                 failures.append(describe(path, [strike], outcome))
@@ -587,7 +649,8 @@ def sweep_pairs(gpu, path):
     That may end the context, which the error of the first does not tell of.
     """
     failures, steps, first, reached = [], 0, number_before_first(path), True
-    expected = clean_outcome(gpu, path)
+    scene = scene_of(gpu, path)
+    expected = clean_outcome(scene)
     while reached:
         first += EVERY
         second, both = first, True
@@ -596,29 +659,30 @@ def sweep_pairs(gpu, path):
             code = turn([OUT_OF_MEMORY, *PASSING], first + second)
             later = turn(turn([PASSING, FATAL], first + second), second)
             strikes = [Strike(first, code, "once"), Strike(second, later, "once")]
-            outcome = run_step(gpu, path, strikes, expected)
+            outcome = run_step(scene, strikes, expected)
             steps += 1
             both = outcome.reached
             if outcome.problem:
                 failures.append(describe(path, strikes, outcome))
-        reached = check_reaches(gpu, path, first, expected)
+        reached = check_reaches(scene, first, expected)
     return failures, steps
 
 
-def check_reaches(gpu, path, number, expected):
-    return run_step(gpu, path, [Strike(number, 1, "once")], expected).reached
+def check_reaches(scene, number, expected):
+    return run_step(scene, [Strike(number, 1, "once")], expected).reached
 
 
 def sweep_memory(gpu, path):
     """Fails every allocation of Python's in turn, alone and with all that come after it."""
     failures, steps, number, quiet = [], 0, number_before_first(path), 0
-    expected = clean_outcome(gpu, path, NO_MEMORY)
+    scene = scene_of(gpu, path, starves=True)
+    expected = clean_outcome(scene)
     while quiet < MOST_TOLERATED:
         number += EVERY
         quiet += EVERY
         for mode in (NO_MEMORY, ALWAYS_NO_MEMORY):
             strike = Strike(number, OUT_OF_MEMORY, mode)
-            outcome = run_step(gpu, path, [strike], expected)
+            outcome = run_step(scene, [strike], expected)
             steps += 1
             if outcome.reached:
                 quiet = 0
@@ -654,7 +718,8 @@ class FunctionOnPath(NamedTuple):
 def functions_on_paths(gpu, paths):
     """Each function that is called, with the path on which that takes the fewest calls."""
     codes, found = [code for _, code, _ in documented_codes()], {}
-    logs = [(path.is_first, clean_outcome(gpu, path).log, path) for path in paths]
+    # None of them is set here: they are many paths, and this process is to remain without CUDA.
+    logs = [(path.is_first, clean_outcome(Scene(gpu, path, False)).log, path) for path in paths]
     for _, log, path in sorted(logs, key=lambda item: (item[0], len(item[1]))):
         for function in log:
             found.setdefault(function, FunctionOnPath(function, path, codes))
@@ -701,22 +766,23 @@ def passing_outcomes(gpu, place, codes):
 
 def sweep_codes(gpu, place):
     """Fails a function, the first time that the path calls it, with every code there is."""
-    failures, expected = [], clean_outcome(gpu, place.path)
-    number = expected.log.index(place.function) + 1
-    for code in FATAL:
-        strike = Strike(number, code, "once")
-        outcome = run_step(gpu, place.path, [strike], expected)
-        if outcome.problem:
-            failures.append(describe(place.path, [strike], outcome))
     others = {OUT_OF_MEMORY, *FATAL, *TOLD_APART.get(place.function, ())}
     others |= set(ABSENCE) if place.function == "cudaGetDeviceCount" else set()
     codes = [UNKNOWN, *(code for code in place.codes if code not in others)]
-    outcomes = passing_outcomes(gpu, place, codes)
-    failures += [
+    outcomes = passing_outcomes(gpu, place, codes)  # before this process calls CUDA
+    failures = [
         f"{place.path}: {place.function} fails with {code}: {outcome}, not {outcomes[UNKNOWN]}"
         for code, outcome in outcomes.items()
         if outcome != outcomes[UNKNOWN]
     ]
+    scene = scene_of(gpu, place.path)
+    expected = clean_outcome(scene)
+    number = expected.log.index(place.function) + 1
+    for code in FATAL:
+        strike = Strike(number, code, "once")
+        outcome = run_step(scene, [strike], expected)
+        if outcome.problem:
+            failures.append(describe(place.path, [strike], outcome))
     return failures, len(FATAL) + len(codes)
 
 
@@ -726,34 +792,41 @@ def is_starved(path):
     return str(path) not in NOT_STARVED
 
 
-def sweep_all(gpu, paths, sweep, workers):
-    """Sweeps over paths in several processes, prints the failures, and tells if there are any."""
-    # Whoever is free takes the next number out of the pipe.
-    queue, numbers = os.pipe()
-    os.write(numbers, b"".join(number.to_bytes(2, "big") for number in range(len(paths))))
-    os.close(numbers)
-    children = []
-    for _ in range(workers):
-        child = os.fork()
-        if child:
-            children.append(child)
-            continue
-        status = 1
-        try:
-            total = failed = 0
-            while number := os.read(queue, 2):
-                failures, steps = sweep(gpu, paths[int.from_bytes(number, "big")])
-                total, failed = total + steps, failed + len(failures)
-                for failure in failures:
-                    print(failure, end="\n\n", flush=True)
-            print(f"{total} steps, {failed} failures", flush=True)
-            status = failed > 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(status)
-    statuses = [os.waitpid(child, 0)[1] for child in children]
+def sweep_all(gpu, paths, sweep, most):
+    """Sweeps over paths, prints the failures, and tells if there are any.
+
+    Each path has a process of its own, and so many of them are at work at once.
+    """
+    reader, writer = os.pipe()  # for the numbers of steps and of failures
+    statuses, begun = [], 0
+    while len(statuses) < len(paths):
+        if begun < len(paths) and begun - len(statuses) < most:
+            if os.fork() == 0:
+                sweep_here(gpu, paths[begun], sweep, writer)
+            begun += 1
+        else:
+            statuses.append(os.wait()[1])
+    os.close(writer)
+    with open(reader) as pipe:
+        numbers = [[int(number) for number in line.split()] for line in pipe]
+    steps, failed = sum(line[0] for line in numbers), sum(line[1] for line in numbers)
+    print(f"{steps} steps, {failed} failures", flush=True)
     return any(statuses)
+
+
+def sweep_here(gpu, path, sweep, writer):
+    """Sweeps over a path in this process, and ends it."""
+    status = 1
+    try:
+        failures, steps = sweep(gpu, path)
+        for failure in failures:
+            print(failure, end="\n\n", flush=True)
+        os.write(writer, f"{steps} {len(failures)}\n".encode())
+        status = len(failures) > 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(status)
 
 
 def main(words):
@@ -788,7 +861,8 @@ def run(words):
     strikes = [
         Strike(int(words[i]), int(words[i + 1]), words[i + 2]) for i in range(1, len(words), 3)
     ]
-    outcome = run_step(gpu, path, strikes, clean_outcome(gpu, path))
+    scene = scene_of(gpu, path, starves(strikes))
+    outcome = run_step(scene, strikes, clean_outcome(scene))
     print(describe(path, strikes, outcome) if outcome.problem else "as promised")
     return outcome.problem is not None
 
