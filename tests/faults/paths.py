@@ -14,6 +14,7 @@ import os
 import pickle
 import shutil
 import tempfile
+import time
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -267,9 +268,10 @@ IN_PLACE = {operator.name for operator in OPERATORS if is_in_place(operator)}
 
 @path("scatter_add")
 def many_indices(gpu):
-    x = gpu.gpuops.to_device(np.zeros(3000, np.float32))
-    indices = gpu.gpuops.to_device((np.arange(5000) * 7 % 3000).astype(np.int32))
-    values = gpu.gpuops.to_device(np.ones(5000, np.float32))
+    """Two tiles of them, which are sorted by two digits."""
+    x = gpu.gpuops.to_device(np.zeros(300, np.float32))
+    indices = gpu.gpuops.to_device((np.arange(4100) * 7 % 300).astype(np.int32))
+    values = gpu.gpuops.to_device(np.ones(4100, np.float32))
 
     def run():
         gpu.gpuops.scatter_add(x, indices, values, deterministic=True)
@@ -375,8 +377,9 @@ def rows_gathered_on_the_host_by_indices_on_the_device(gpu):
 
 @path("gather", survives_fork=False)
 def rows_through_the_ring(gpu):
-    x = np.arange(5_000_000, dtype="f4").reshape(5000, 1000)
     indices = np.arange(530) * 9
+    x = np.zeros((5000, 1000), "f4")
+    x[indices] = np.arange(530_000).reshape(530, 1000)  # no other row takes memory
     out = gpu.gpuops.to_device(np.full((530, 1000), 77, "f4"))
     return Case(lambda: gpu.gpuops.gather(x, indices, out=out).to_host(), [x, indices, out], [out])
 
@@ -569,7 +572,7 @@ def a_large_array(gpu):
 def large_arrays_on_two_streams(gpu):
     """A ring is taken over from a stream that may still be at it."""
     with_small_sizes(gpu)
-    x, y = (np.arange(LEAST_AROUND + more).astype(np.uint8) for more in range(2))
+    x, y = (np.resize(np.arange(251, dtype="u1"), LEAST_AROUND + more) for more in range(2))
     streams = gpu.gpuops.Stream(device=0), gpu.gpuops.Stream(device=0)
 
     def run():
@@ -582,7 +585,7 @@ def large_arrays_on_two_streams(gpu):
 @path("arrays")
 def a_large_array_without_buffers(gpu):
     """What is left where no memory is to be page-locked: the driver's way, piece by piece."""
-    x, out = np.arange(200_000.0)[::2], np.full(200_000, 77.0)[::2]
+    x, out = np.arange(20_000.0)[::2], np.full(20_000, 77.0)[::2]
     return Case(lambda: gpu.gpuops.to_device(x).to_host(out), [x, out], [out], "to_host")
 
 
@@ -866,6 +869,26 @@ def waits(gpu):
     return Case(run, [x])
 
 
+LONG_SECONDS = 0.026  # a look at whether a wait is to be given up comes sooner
+
+
+@path("streams")
+def a_long_wait(gpu):
+    x = gpu.gpuops.to_device(np.arange(5.0))
+
+    def run():
+        questions = iter(["the first one"])
+
+        def linger(name, _):
+            if name == "cudaEventQuery" and next(questions, None):
+                time.sleep(LONG_SECONDS)
+
+        with gpu.fake.visit(linger):
+            return gpu.gpuops.add(x, 1.0).to_host()
+
+    return Case(run, [x])
+
+
 @path("streams")
 def waits_across_devices(gpu):
     gpuops = gpu.gpuops
@@ -975,8 +998,8 @@ def dlpack_given_back(gpu):
     gpuops, home = gpu.gpuops, gpu.gpuops.Stream()
 
     def run():
-        for size in (5, 5 << 20):  # for the store of the stream, and too large for it
-            d = gpuops.zeros(size, "u1", stream=home)
+        for size in (1, 5 << 16):  # for the store of the stream, and too large for it
+            d = gpuops.zeros(size, "c16", stream=home)  # of large items, of which there are few
             give_back = Export(d.__dlpack__()).consume()
             del d
             give_back()
@@ -1242,6 +1265,9 @@ def idle_twins(gpu):
 
 @kernel_path
 def compile_and_load(gpu):
+    # Not what fails here, and to open it takes longer than all that does.
+    importlib.import_module(f"{gpu.gpuops.__name__}._compile").find_nvrtc()
+
     def run():
         module = gpu.gpuops.compile(SAXPY)
         return module.kernels, module.device, module["saxpy"].name
