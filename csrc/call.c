@@ -6,9 +6,9 @@
 /* Whether two 0-d arrays hold equal values; -1 with an exception. */
 static int same_value(PyArrayObject *one, PyArrayObject *other)
 {
-    PyObject *first = PyArray_Return(hold(one)), *second = PyArray_Return(hold(other));
-    int same =
-        first == NULL || second == NULL ? -1 : PyObject_RichCompareBool(first, second, Py_EQ);
+    PyObject *first = PyArray_Return(hold(one));
+    PyObject *second = first == NULL ? NULL : PyArray_Return(hold(other));
+    int same = second == NULL ? -1 : PyObject_RichCompareBool(first, second, Py_EQ);
     Py_XDECREF(first);
     Py_XDECREF(second);
     return same;

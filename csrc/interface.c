@@ -268,14 +268,15 @@ PyObject *array_cuda_interface(PyObject *self, void *unused)
         return NULL;
     }
     const bool packed = view_items(&view) == 0 || view_is_packed(&view);
-    PyObject *shape = tuple_of_sizes(view.ndim, view.shape);
-    PyObject *strides = packed ? Py_NewRef(Py_None) : tuple_of_sizes(view.ndim, view.strides);
-    PyObject *typestr = PyObject_GetAttrString((PyObject *)array->descr, "str");
-    PyObject *data = Py_BuildValue("(KO)", (unsigned long long)(uintptr_t)array->data,
-                                   array->read_only ? Py_True : Py_False);
-    PyObject *stream = PyLong_FromSize_t((size_t)stream_handle(view.stream));
+    const unsigned long long address = (unsigned long long)(uintptr_t)array->data;
+    PyObject *shape = NULL, *strides = NULL, *typestr = NULL, *data = NULL, *stream = NULL;
     PyObject *dict = NULL;
-    if (shape != NULL && strides != NULL && typestr != NULL && data != NULL && stream != NULL)
+    /* One after the other: with an error that is set already, an attribute is not found. */
+    if ((shape = tuple_of_sizes(view.ndim, view.shape)) != NULL &&
+        (strides = packed ? Py_NewRef(Py_None) : tuple_of_sizes(view.ndim, view.strides)) != NULL &&
+        (typestr = PyObject_GetAttrString((PyObject *)array->descr, "str")) != NULL &&
+        (data = Py_BuildValue("(KO)", address, array->read_only ? Py_True : Py_False)) != NULL &&
+        (stream = PyLong_FromSize_t((size_t)stream_handle(view.stream))) != NULL)
         dict = Py_BuildValue("{sOsOsOsOsOsi}", "shape", shape, "typestr", typestr, "data", data,
                              "strides", strides, "stream", stream, "version", 3);
     if (dict != NULL && add_fields(dict, array->descr) < 0) Py_CLEAR(dict);

@@ -246,8 +246,8 @@ int check_output(const char *op, const Operand *out, const View *result, const O
     for (int i = 0; same && i < view->ndim; i++) same = view->shape[i] == result->shape[i];
     if (!same) {
         PyObject *expected = tuple_of_sizes(result->ndim, result->shape);
-        PyObject *found = tuple_of_sizes(view->ndim, view->shape);
-        if (expected != NULL && found != NULL)
+        PyObject *found = expected == NULL ? NULL : tuple_of_sizes(view->ndim, view->shape);
+        if (found != NULL)
             PyErr_Format(PyExc_ValueError,
                          "output array does not match result of %s: out has shape %S, and the "
                          "result has shape %S",

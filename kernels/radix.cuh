@@ -321,10 +321,9 @@ static Status run_pass(int64_t count, int shift, int bits, const Key *keys,
     scan.parts = parts;
     move.totals = scan.totals;
     const unsigned blocks = static_cast<unsigned>(parts);
+    /* More would have nothing to scan. */
     unsigned threads = scan.MAX_THREADS;
-#ifdef GPUOPS_FAKE_CUDA /* where each takes its turn, and almost all would have nothing to do */
     if (blocks < threads) threads = (blocks + LANES - 1) / LANES * LANES;
-#endif
     Status status = launch_with_shared(digits, Grid{blocks, RADIX_THREADS}, stream->handle);
     if (status == STATUS_OK)
         status = launch_with_shared(scan, Grid{1u << bits, threads}, stream->handle);
