@@ -495,9 +495,6 @@ Status machine_check(const double rates[RATES]);
  * what there was no need for. */
 enum {
     STEP_MEMORY,
-    STEP_CPU_SMALL,
-    STEP_CPU_LARGE,
-    STEP_CPU_FAR,
     STEP_DEVICE,
     STEP_LOCKED,
     STEP_UP,
@@ -506,6 +503,9 @@ enum {
     STEP_STARTS,
     STEP_PARTS,
     STEP_ON_GPU,
+    STEP_CPU_SMALL,
+    STEP_CPU_LARGE,
+    STEP_CPU_FAR,
     STEPS
 };
 Status machine_measure(int device, double rates[RATES], double steps[STEPS]);

@@ -8,19 +8,19 @@
  * and on an H200 behind a bus of 50 GB/s. benchmarks/bench_calibration shows what it did take.
  *
  *     step        what is done                                                  MiB   ms
- *     memory      is taken, and cleared                                         160    5
- *     cpu_small   8 operators, 8 runs of some 10 us each; at the end again       40    2
- *     cpu_large   the same, 1 to 5 runs of 0.2 to 2 ms each; at the end again  1200   17
- *     cpu_far     2 operators, 2 runs of 0.3 ms each, whose operands are         350   16
- *                 brought out of the caches before; and rows, of 0.7 ms
+ *     memory      is taken, and cleared                                         160    4
  *     device      a stream, and memory there, which is cleared                   70    1
- *     locked      4 MiB are locked, and sent up                                  25    2
- *     up          copies of 4 KiB, 256 KiB, 16 and 48 MiB; a ring is locked     320   12
- *     down        the same, through that ring                                   290    8
- *     kernels     6 operators once, which loads their kernels                    20   15
- *     starts      6 operators on arrays from the host, 8 runs of 60 us each      30    3
- *     parts       48 MiB up and down, 4 runs; two more rings are locked         450    9
- *     on_gpu      6 operators, 8 runs of one call and 8 of five in a row          -    4
+ *     locked      4 MiB are locked, and sent up                                  20    2
+ *     up          copies of 4 KiB, 256 KiB, 16 and 48 MiB; a ring is locked     260   10
+ *     down        the same, through that ring                                   230    6
+ *     kernels     6 operators once, which loads their kernels                    20   17
+ *     starts      6 operators on arrays from the host, 6 runs of 60 us each      20    3
+ *     parts       48 MiB up and down, 3 runs; two more rings are locked         340    8
+ *     on_gpu      6 operators, 6 runs of one call and 6 of five in a row          -    3
+ *     cpu_small   8 operators, 6 runs of some 10 us each                         15    1
+ *     cpu_large   the same, 2 to 6 runs of 0.2 to 2 ms each                    1200   17
+ *     cpu_far     2 operators, 2 or 3 runs of 0.15 ms each, whose operands are   200   12
+ *                 brought out of the caches before; and rows, of 0.7 ms
  *
  * Of those that do the same work only one is run. Products of matrices are not: on the CPU they are
  * NumPy's, which _calibration.py times in some 7 ms more, and on the GPU they may be that of a
@@ -44,7 +44,7 @@ constexpr int64_t WEIGHTS = 5, GPU_ITEMS = 1 << 20, LARGE_ROWS = 1 << 20, FAR_RO
 constexpr Size SMALL = {SMALL_ITEMS, SMALL_ITEMS, SMALL_ITEMS / 2, 102}; /* SMALL_SUMS */
 constexpr Size LARGE = {LARGE_ITEMS, LARGE_ITEMS, LARGE_ROWS, 819};      /* LARGE_SUMS */
 constexpr Size FAR = {FAR_ITEMS, FAR_TABLE_ITEMS, FAR_ROWS, 0};
-constexpr Size DROPPED = {2 << 20, 0, 0, 0};
+constexpr Size DROPPED = {1 << 20, 0, 0, 0};
 constexpr Size ON_GPU = {GPU_ITEMS, GPU_ITEMS, GPU_ITEMS / 2, 1024};
 /* More than a slab has room for, and what leaves almost all of it empty. */
 constexpr Size BRIEF = {24 << 10, 24 << 10, 12 << 10, 152};
@@ -56,7 +56,7 @@ constexpr int OPERANDS = GPUOPS_MAX_INPUTS + 1; /* and the result */
 
 /* A figure is the best of some runs: of more where all large calls are expected by it, and of fewer
  * where that takes long. */
-constexpr int LEAST_RUNS = 2, MORE_RUNS = 4, MOST_RUNS = 8;
+constexpr int LEAST_RUNS = 2, MORE_RUNS = 3, MOST_RUNS = 6;
 constexpr double ENOUGH_SECONDS = 1e-3, LONG_SECONDS = 8e-3;
 /* What is told apart at all. */
 constexpr double LEAST_SECONDS = 1e-7;
@@ -290,8 +290,6 @@ static double *rates_of(double *rates, int op)
     return rates + op * RATES_OF_OPERATOR;
 }
 
-/* At another time again, the better of the two counts: what the process has done before may have
- * left the processors slow for as long as all these runs take. */
 static Status measure_on_cpu(const Areas &areas, const Size &size, int rate, double *rates)
 {
     fill_indices(areas, size, 0);
@@ -300,11 +298,9 @@ static Status measure_on_cpu(const Areas &areas, const Size &size, int rate, dou
         double seconds;
         if (!is_measured(op, false)) continue;
         Status status = prepare(&op, areas, size, &call);
-        if (status == STATUS_OK) status = fastest([&] { return run_call(&call); }, &seconds, 1);
+        if (status == STATUS_OK) status = fastest([&] { return run_call(&call); }, &seconds);
         if (status != STATUS_OK) return status;
-        double *found = &rates_of(rates, op.number)[rate];
-        const double unit = seconds / route_units(&call);
-        if (*found == 0 || unit < *found) *found = unit;
+        rates_of(rates, op.number)[rate] = seconds / route_units(&call);
     }
     return STATUS_OK;
 }
@@ -339,10 +335,9 @@ static Status measure_far_elements(Areas areas, double *rates)
         parallel_for(3 * DROPPED_BYTES / CACHE_LINE_BYTES, HUGE_PAGE_BYTES / CACHE_LINE_BYTES,
                      leave_caches, areas.operands);
     };
-    Status status = STATUS_OK;
-    for (const int op : {OPERATOR_add, OPERATOR_sigmoid})
-        if (status == STATUS_OK) status = measure_far(areas, op, DROPPED, forget, rates);
-    return status;
+    const Status status = measure_far(areas, OPERATOR_add, DROPPED, forget, rates);
+    if (status != STATUS_OK) return status;
+    return measure_far(areas, OPERATOR_sigmoid, DROPPED, forget, rates);
 }
 
 /* Of a table that is as large as that; other ones each time, since those of the last time are in a
@@ -660,8 +655,8 @@ static char *take_memory(int64_t bytes)
 const char *step_name(int step)
 {
     static const char *const NAMES[] = {
-        "memory", "cpu_small", "cpu_large", "cpu_far", "device", "locked",
-        "up",     "down",      "kernels",   "starts",  "parts",  "on_gpu",
+        "memory", "device", "locked", "up",        "down",      "kernels",
+        "starts", "parts",  "on_gpu", "cpu_small", "cpu_large", "cpu_far",
     };
     static_assert(sizeof NAMES / sizeof *NAMES == STEPS, "");
     return NAMES[step];
@@ -683,18 +678,15 @@ static Status measure(char *data, int device, double *rates, double *steps)
     const auto step = [&](int number, const auto &function) {
         if (status == STATUS_OK) status = timed(&steps[number], function);
     };
-    const auto run_on_cpu = [&] {
-        step(STEP_CPU_SMALL, [&] { return measure_on_cpu(host, SMALL, RATE_CPU_SMALL, rates); });
-        step(STEP_CPU_LARGE, [&] { return measure_on_cpu(host, LARGE, RATE_CPU_LARGE, rates); });
-    };
-    run_on_cpu();
+    /* First the GPU: what the process has done before may have left the processors slow. */
+    if (with_gpu) status = measure_gpu(host, far, device, rates, steps);
+    step(STEP_CPU_SMALL, [&] { return measure_on_cpu(host, SMALL, RATE_CPU_SMALL, rates); });
+    step(STEP_CPU_LARGE, [&] { return measure_on_cpu(host, LARGE, RATE_CPU_LARGE, rates); });
     if (with_gpu)
         step(STEP_CPU_FAR, [&] {
             const Status elements = measure_far_elements(host, rates);
             return elements == STATUS_OK ? measure_far_rows(table, rates) : elements;
         });
-    if (with_gpu && status == STATUS_OK) status = measure_gpu(host, far, device, rates, steps);
-    run_on_cpu();
     if (status != STATUS_OK) return status;
     estimate_far(rates);
     for (const Operator &op : OPERATOR_ROWS) {
