@@ -3,6 +3,7 @@
 #include "core.h"
 
 #include <fenv.h>
+#include <stddef.h>
 
 /* numpy.matmul, which is looked up once. */
 static PyObject *numpy_matmul(State *state)
@@ -84,19 +85,21 @@ static bool is_for_dot(PyArrayObject *a, PyArrayObject *b, PyArrayObject *out)
 }
 
 /* The product of two numbers is one call of their dtype's dot, which numpy.matmul makes as well,
- * but comes to in ten times as long. False: it is not that, or it is for NumPy to warn of what came
- * of it. */
+ * also with strides of 0, but comes to in ten times as long. False: it is not that, or it is for
+ * NumPy to warn of what came of it; then nothing was written. */
 static bool multiply_numbers(PyArrayObject *a, PyArrayObject *b, PyArrayObject *out)
 {
     const int type = PyArray_TYPE(out);
+    _Alignas(max_align_t) char product[sizeof(npy_clongdouble)];
     if (PyArray_SIZE(a) != 1 || PyArray_SIZE(b) != 1 || !PyArray_ISBEHAVED_RO(a) ||
         !PyArray_ISBEHAVED_RO(b) || !PyArray_ISBEHAVED(out) ||
         !(PyTypeNum_ISFLOAT(type) || PyTypeNum_ISCOMPLEX(type)))
         return false;
-    const npy_intp step = PyArray_ITEMSIZE(out);
     PyDataType_GetArrFuncs(PyArray_DESCR(out))
-        ->dotfunc(PyArray_DATA(a), step, PyArray_DATA(b), step, PyArray_DATA(out), 1, NULL);
-    return fetestexcept(FE_DIVBYZERO | FE_OVERFLOW | FE_UNDERFLOW | FE_INVALID) == 0;
+        ->dotfunc(PyArray_DATA(a), 0, PyArray_DATA(b), 0, product, 1, NULL);
+    if (fetestexcept(FE_DIVBYZERO | FE_OVERFLOW | FE_UNDERFLOW | FE_INVALID) != 0) return false;
+    memcpy(PyArray_DATA(out), product, (size_t)PyArray_ITEMSIZE(out));
+    return true;
 }
 
 static int dot(PyArrayObject *a, PyArrayObject *b, PyArrayObject *out)

@@ -49,6 +49,7 @@ def calibrate(ordinal: int) -> None:
         return
     is_alone = _comes_to_rest()
     rates = _core._measure_rates(ordinal)
+    is_alone = is_alone and _comes_to_rest()  # nor has another one begun
     _add_products(rates)
     if ordinal < 0:
         _fill_up(rates)
@@ -74,12 +75,18 @@ def _comes_to_rest() -> bool:
 def _others_at_work() -> bool:
     """Tell whether another thread has a processor, or waits for one."""
     own = str(threading.get_native_id())
-    for thread in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(OSError):  # It is over.
-            facts = (thread / "stat").read_bytes()
-            if thread.name != own and facts[facts.rindex(b")") + 2 :].startswith(b"R"):
+    with contextlib.suppress(OSError):  # There is no such folder everywhere.
+        for thread in Path("/proc/self/task").iterdir():
+            if thread.name != own and _state(thread) == b"R":
                 return True
     return False
+
+
+def _state(thread: Path) -> bytes:
+    """Return the letter for what a thread does; none where it is over."""
+    with contextlib.suppress(OSError):
+        return (thread / "stat").read_bytes().rpartition(b")")[2].strip()[:1]
+    return b""
 
 
 def _load(key: str) -> bytes | None:

@@ -115,7 +115,7 @@ Status run_each_in_parts(Call *call, bool *done)
     each.shrink = shrink;
     each_loops(call, &each.loops);
     each.most = part_bytes(bytes) / item_bytes;
-    each.least = each.most / LEAST_SHARE + 1;
+    each.least = each.most / LEAST_SHARE > 1 ? each.most / LEAST_SHARE : 1;
     plan_parts(&each);
     return run_parts(&each);
 }

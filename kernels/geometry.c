@@ -24,16 +24,16 @@ void view_pack(View *view)
 
 void view_extent(const View *view, uintptr_t *begin, uintptr_t *end)
 {
-    int64_t below = 0, above = view->item_bytes;
+    uintptr_t below = 0, above = (uintptr_t)view->item_bytes;
     *begin = *end = (uintptr_t)view->data;
     for (int i = 0; i < view->ndim; i++) {
         if (view->shape[i] == 0) return;
         const int64_t reach = (view->shape[i] - 1) * view->strides[i];
-        below += reach < 0 ? reach : 0;
-        above += reach < 0 ? 0 : reach;
+        below += (uintptr_t)(reach < 0 ? reach : 0);
+        above += (uintptr_t)(reach < 0 ? 0 : reach);
     }
-    *begin += (uintptr_t)below;
-    *end += (uintptr_t)above;
+    *begin += below;
+    *end += above;
 }
 
 bool views_overlap(const View *one, const View *other)

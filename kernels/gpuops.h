@@ -466,8 +466,8 @@ enum {
     RATE_SLAB_START, /* of a call that goes through a slab (slab.cu), whatever it does */
     RATES
 };
-/* The calls that were measured: elements of float32 in an operand, and of a table that is read in
- * rows; and about so many multiplications. */
+/* The calls that were measured: elements of float32 in an operand, far ones in a copy and in a call
+ * in parts, and of a table that is read in rows; and about so many multiplications. */
 enum {
     SMALL_ITEMS = 16 << 10,
     LARGE_ITEMS = 4 << 20,

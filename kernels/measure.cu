@@ -367,6 +367,21 @@ static void estimate_far(double *rates)
     }
 }
 
+/* What remains of the call that measure_parts has made, for each part, when all is known that the
+ * model has for the rest: the first part goes up alone, and the last one down, and memory may be
+ * slower than the bus. */
+static void settle_parts(double *rates)
+{
+    const double *sigmoid = rates_of(rates, OPERATOR_sigmoid), bytes = (double)FAR_BYTES;
+    const double up = copy_seconds(&rates[RATE_UP_SMALL], bytes),
+                 down = copy_seconds(&rates[RATE_DOWN_SMALL], bytes);
+    const double memory = 2 * bytes * rates_of(rates, OPERATOR_add)[RATE_CPU_FAR];
+    const double parts = fmax(bytes / (double)part_bytes(FAR_BYTES), 1);
+    const double copies = fmax(fmax(up, down) + fmin(up, down) / parts, memory);
+    const double rest = rates[RATE_PART_START] - sigmoid[RATE_START] - copies;
+    rates[RATE_PART_START] = fmax(rest / parts, LEAST_SECONDS);
+}
+
 static void clear(void *data, int64_t begin, int64_t end)
 {
     memset(static_cast<char *>(data) + begin * HUGE_PAGE_BYTES, 0,
@@ -523,18 +538,9 @@ static Status measure_starts(const Areas &host, const Areas &areas, double *rate
 /* By a call whose parts go up and down at the same time, as many bytes each way. */
 static Status measure_parts(const Areas &host, const Areas &areas, double *rates)
 {
-    const double up = copy_seconds(&rates[RATE_UP_SMALL], (double)FAR_BYTES),
-                 down = copy_seconds(&rates[RATE_DOWN_SMALL], (double)FAR_BYTES);
-    const double parts = (double)FAR_BYTES / (double)part_bytes(FAR_BYTES);
     const Operator &sigmoid = OPERATOR_ROWS[OPERATOR_sigmoid];
-    double seconds = 0;
-    Status status =
-        fastest([&] { return run_whole(sigmoid, host, areas, FAR); }, &seconds, MORE_RUNS);
-    seconds -= rates_of(rates, OPERATOR_sigmoid)[RATE_START];
-    /* The first part goes up alone, and the last one down. */
-    seconds -= fmax(up, down) + fmin(up, down) / fmax(parts, 1);
-    rates[RATE_PART_START] = fmax(seconds / parts, LEAST_SECONDS);
-    return status;
+    return fastest([&] { return run_whole(sigmoid, host, areas, FAR); }, &rates[RATE_PART_START],
+                   MORE_RUNS);
 }
 
 /* A multiprocessor does 128 multiplications of float32 at a clock, with additions, and matrices
@@ -688,6 +694,7 @@ static Status measure(char *data, int device, double *rates, double *steps)
             return elements == STATUS_OK ? measure_far_rows(table, rates) : elements;
         });
     if (status != STATUS_OK) return status;
+    if (with_gpu) settle_parts(rates);
     estimate_far(rates);
     for (const Operator &op : OPERATOR_ROWS) {
         double *rate = rates_of(rates, op.number);

@@ -216,6 +216,7 @@ Status run_sigmoid(Call *call)
     if (call->out.device == DEVICE_CPU && !is_fused) {
         EachLoops loops;
         each_loops(call, &loops);
+        each_casts(call, &loops);
         with_float(call->compute,
                    [&](auto zero) { each_on_cpu<SigmoidOf<Unfused>, decltype(zero)>(&loops); });
         return STATUS_OK;

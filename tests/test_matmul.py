@@ -1090,7 +1090,11 @@ for a, b in [
 def test_a_product_of_two_numbers_is_numpys(cpu_device, dtype):
     """To the last bit, and so is what it warns of: "raise" makes errors of that."""
     tiny = np.finfo(dtype).tiny
-    numbers = np.array([0, -0.0, 1, -2.5, 1 / 3, np.inf, np.nan, tiny, 1 / tiny]).astype(dtype)
+    parts = [0, -0.0, 1, -2.5, 1 / 3, np.inf, np.nan, -np.nan, tiny, 1 / tiny]
+    numbers = np.array(parts, np.finfo(dtype).dtype)
+    if np.dtype(dtype).kind == "c":
+        imaginary = numbers[[0, 1, 4, 5, 6]]
+        numbers = np.array(list(itertools.product(numbers, imaginary))).view(dtype).ravel()
     for a, b in itertools.product(numbers, repeat=2):
         a, b = np.array([[a]]), np.array([[b]])
         outcomes = []

@@ -339,13 +339,14 @@ def test_memory_that_it_takes(fake):
     x, y = numbers(6 * PART_BYTES), numbers(6 * PART_BYTES, 1)
     gpuops.add(x, y)
     launches = []
-    for room in (PART_BYTES, PART_BYTES - 1, PART_BYTES // 2 - 1, PART_BYTES // 8):
+    rooms = (PART_BYTES, PART_BYTES - 1, PART_BYTES // 2 - 1, PART_BYTES // 8, PART_BYTES // 16)
+    for room in rooms:
         gpuops.empty_cache(0)
         fake.fake.leave_free(3 * BUFFERS * room)
         before = fake.fake.calls("cudaLaunchKernel")
         same(gpuops.add(x, y), x + y)
         launches.append(fake.fake.calls("cudaLaunchKernel") - before)
-    assert launches == [6, 12, 24, 48]
+    assert launches == [6, 12, 24, 48, 96]
     gpuops.empty_cache(0)
     fake.fake.leave_free(3 * BUFFERS * PART_BYTES // 16 - 1)
     out = np.full_like(x, 7)
