@@ -688,6 +688,18 @@ assert kept() == rates
 """)
 
 
+def test_threads_that_cannot_be_looked_at_are_taken_to_rest(monkeypatch, tmp_path):
+    """Where there is no /proc, or a thread is over before it is looked at."""
+    monkeypatch.setattr(_calibration, "Path", lambda name: tmp_path / name[1:])
+    assert _calibration._comes_to_rest()
+    (tmp_path / "proc/self/task/77").mkdir(parents=True)
+    assert _calibration._comes_to_rest()
+    (tmp_path / "proc/self/task/77/stat").write_text("77 (a) b) R 1 2 3")
+    assert _calibration._others_at_work()
+    (tmp_path / "proc/self/task/77/stat").write_text("77 (R) S 1 2 3")
+    assert _calibration._comes_to_rest()
+
+
 def test_a_first_run_is_not_enough(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(_calibration.time, "perf_counter", lambda: now[0])
