@@ -5,11 +5,11 @@ import warnings
 
 import numpy as np
 import pytest
-from helpers import filled_array
+from helpers import constant, filled_array
 
 DTYPES = ["?", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16"]
 LEAST = 1 << 14  # elements that are not left to NumPy
-PART_BYTES = 8 << 20  # of a result that is computed in parts
+PART_BYTES = constant("pipeline.cu", "PART_BYTES")  # of a result that is computed in parts
 
 
 def numbers(shape, dtype, seed=0):
