@@ -29,7 +29,7 @@ _ENOUGH_SECONDS = 1e-3
 # What takes as long as this is hardly disturbed, and runs once.
 _LONG_SECONDS = 10e-3
 
-# OpenBLAS looks for work for some 30 ms, MKL for 200.
+# OpenBLAS looks for work for some 100 ms, MKL for 200.
 _LOOK_SECONDS = 1e-3
 _MOST_REST_SECONDS = 0.3
 
