@@ -258,12 +258,12 @@ static PyObject *config(PyObject *module, PyObject *unused)
     PyObject *problem =
         status == STATUS_OK ? Py_NewRef(Py_None) : PyUnicode_FromString(last_failure()->text);
     cpu_threads(&threads);
-    return Py_BuildValue("{sssisNsssNsNsisiss}", "version", GPUOPS_VERSION, "numpy_api",
+    return Py_BuildValue("{sssisNsssNsNsisiszss}", "version", GPUOPS_VERSION, "numpy_api",
                          (int)PyArray_GetNDArrayCFeatureVersion(), "cuda_build",
                          version_or_none(cuda_runtime_version()), "cuda_archs", GPUOPS_ARCHS,
                          "cuda_driver", version_or_none(cuda_driver_version()), "cuda_problem",
-                         problem, "device_count", count, "cpu_threads", threads, "compiler",
-                         GPUOPS_COMPILER);
+                         problem, "device_count", count, "cpu_threads", threads, "cpu_level",
+                         cpu_level_name(), "compiler", GPUOPS_COMPILER);
 }
 
 enum { MOST_LINES = 1 << 20, MOST_THREADS = 1024 };

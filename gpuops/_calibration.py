@@ -102,7 +102,7 @@ def _machine(ordinal: int) -> list[bytes]:
     facts = _core._config()
     found = [
         facts["version"], numpy.__version__, _blas(), _c_library(), _processor(),
-        facts["cpu_threads"], len(os.sched_getaffinity(0)),
+        facts["cpu_threads"], facts["cpu_level"], len(os.sched_getaffinity(0)),
         [os.environ.get(name) for name in _VARIABLES], facts["cuda_build"], facts["cuda_driver"],
         ordinal, _core._device_info(ordinal) if ordinal >= 0 else None,
     ]  # fmt: skip

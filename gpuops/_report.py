@@ -11,6 +11,7 @@ from ._compile import CompileError, find_nvrtc
 ENVIRONMENT = (
     "GPUOPS_DEVICE",
     "GPUOPS_NUM_THREADS",
+    "GPUOPS_CPU_LEVEL",
     "GPUOPS_LAUNCH_BLOCKING",
     "GPUOPS_PINNED_LIMIT",
     "GPUOPS_HOST_CACHE",
@@ -42,7 +43,7 @@ def report() -> str:
         ("Python", facts["python"]),
         ("NumPy", f"{facts['numpy']} (C API {facts['numpy_api']})"),
         ("compiler", facts["compiler"]),
-        ("CPU backend", f"{facts['cpu_threads']} threads"),
+        ("CPU backend", _cpu(facts)),
         ("CUDA build", _cuda_build(facts)),
         (
             "CUDA driver",
@@ -59,6 +60,11 @@ def report() -> str:
     lines += [(name, value) for name, value in facts["environment"].items()]
     width = max(len(name) for name, _ in lines)
     return "\n".join(f"{name:{width}}  {value}" for name, value in lines)
+
+
+def _cpu(facts: dict) -> str:
+    level = facts["cpu_level"]
+    return f"{facts['cpu_threads']} threads" + (f", {level}" if level else "")
 
 
 def _nvrtc() -> str:

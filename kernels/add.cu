@@ -9,7 +9,7 @@
 /* The types of sums and products. */
 struct Arithmetic {
     static constexpr int INPUTS = 2;
-    static constexpr int64_t GRAIN_BYTES = EACH_LIGHT_BYTES;
+    static constexpr bool IS_HEAVY = false;
 
     template <class Function>
     static bool with_type(Dtype dtype, Function function)

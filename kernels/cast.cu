@@ -116,7 +116,7 @@ template <class From, class To>
 static EachCast cast_of()
 {
 #ifdef EACH_AVX2
-    if (each_has_avx2()) return cast_avx2<From, To>;
+    if (cpu_has(CPU_LEVEL_3)) return cast_avx2<From, To>;
 #endif
     return cast_plain<From, To>;
 }
@@ -165,7 +165,7 @@ EachCast each_cast(Dtype from, Dtype to)
 /* An operand as it is, but for its dtype. */
 struct Same {
     static constexpr int INPUTS = 1;
-    static constexpr int64_t GRAIN_BYTES = EACH_LIGHT_BYTES;
+    static constexpr bool IS_HEAVY = false;
 
     template <class T, class C>
     ALWAYS_INLINE static HOST_DEVICE inline C compute(C x)

@@ -160,24 +160,6 @@ WIDE void sum_rows_wide(const RowSums<Sum> &at)
         sum_rows_with<false>(at);
 }
 
-static bool has_wide()
-{
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-}
-
-#else
-
-template <class Sum>
-static void sum_rows_wide(const RowSums<Sum> &at)
-{
-    sum_rows(at);
-}
-
-static bool has_wide()
-{
-    return false;
-}
-
 #endif
 
 /* All that the threads share. */
@@ -319,11 +301,10 @@ static Image image_of(const View &view, int64_t number)
 template <class Sum>
 static void take_sums(const RowSums<Sum> &at)
 {
-    static const bool wide = has_wide();
-    if (wide)
-        sum_rows_wide(at);
-    else
-        sum_rows(at);
+#ifdef __x86_64__
+    if (cpu_has(CPU_LEVEL_3)) return sum_rows_wide(at);
+#endif
+    sum_rows(at);
 }
 
 /* Columns left..left+width of the rows begin..end of one image. */
@@ -390,6 +371,9 @@ static void filter_rows(void *context, int64_t begin, int64_t end)
 /* Half of a usual second-level cache for the ring. */
 constexpr int64_t RING_BYTES = 256 << 10;
 
+/* What is worth waking a thread for, in bytes of products: some 30 us where they are vectors. */
+constexpr int64_t GRAIN_BYTES = 2 << 20;
+
 template <class Sum>
 static Status filter_images(const Call *call, const Filter &filter, const Sum *weights,
                             int64_t weight_count, const Factors *factors)
@@ -404,7 +388,8 @@ static Status filter_images(const Call *call, const Filter &filter, const Sum *w
 
     /* Each share of the rows loads what the weights span once more, so it should be longer. */
     const int64_t row_work = filter.width * weight_count;
-    int64_t grain = (1 << 16) / (row_work < (1 << 16) ? row_work : 1 << 16);
+    constexpr int64_t GRAIN = GRAIN_BYTES / (int64_t)sizeof(Sum);
+    int64_t grain = GRAIN / (row_work < GRAIN ? row_work : GRAIN);
     if (grain < filter.rows) grain = filter.rows;
     parallel_for(filter.images * filter.height, grain + grain % 2, filter_rows<Sum>, &job);
     if (job.failure == STATUS_OK) return STATUS_OK;

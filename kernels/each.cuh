@@ -3,8 +3,8 @@
  * A function is a type with
  *     template <class T> static HOST_DEVICE C compute(C first, ...)       C = Computes<T>::Type
  * where T is the dtype of the elements, and C what it is computed in: float for the 16-bit floats,
- * whose result is rounded once; GRAIN_BYTES of the result are worth a thread. Both sides run the
- * same function:
+ * whose result is rounded once. IS_HEAVY tells that it computes for longer than memory would keep
+ * it waiting. Both sides run the same function:
  *
  *     each_on_cpu     ranges of the output over the worker pool. Stretches that are contiguous, or
  *                     repeat one element, are done by a loop that the compiler turns into vector
@@ -53,19 +53,15 @@ Status fail_dtype(const Call *call, const char *expected);
 
 #if defined(__x86_64__) && !defined(__CUDA_ARCH__)
 #define EACH_AVX2 __attribute__((target("avx2,fma")))
-static inline bool each_has_avx2(void)
-{
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-}
+#define EACH_AVX512 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")))
 #endif
 
 /* A loop over elements that do not depend on each other, also where out is an input. */
 #define EACH_LOOP _Pragma("GCC ivdep")
 
 constexpr int EACH_BUFFER_ITEMS = 512;
-/* What is worth waking a thread for: of functions that memory keeps waiting, and of those with much
- * to compute. */
-constexpr int64_t EACH_LIGHT_BYTES = 512 << 10, EACH_HEAVY_BYTES = 128 << 10;
+/* Of the result, what is worth waking a thread for. */
+constexpr int64_t EACH_LIGHT_BYTES = 512 << 10, EACH_HEAVY_BYTES = 256 << 10;
 
 /* The stretches that have a loop of their own, by which inputs move on while the others repeat one
  * element: all do, or one of two is a scalar, or the first of three, as the factor of saxpy is. */
@@ -214,18 +210,39 @@ EACH_AVX2 static void each_avx2(void *context, int64_t begin, int64_t end)
 {
     each_range<Function, T>(*static_cast<const EachLoops *>(context), begin, end);
 }
+
+template <class Function, class T>
+EACH_AVX512 static void each_avx512(void *context, int64_t begin, int64_t end)
+{
+    each_range<Function, T>(*static_cast<const EachLoops *>(context), begin, end);
+}
 #endif
+
+/* Functions that memory keeps waiting gain nothing by the widest vectors. */
+template <class Function, class T>
+static RangeFunction each_function(void)
+{
+#ifdef EACH_AVX2
+    if constexpr (Function::IS_HEAVY)
+        if (cpu_has(CPU_LEVEL_4)) return each_avx512<Function, T>;
+    if (cpu_has(CPU_LEVEL_3)) return each_avx2<Function, T>;
+#endif
+    return each_plain<Function, T>;
+}
+
+template <class Function, class T>
+static void each_in_threads(EachLoops *loops, RangeFunction function)
+{
+    int64_t items = 1;
+    for (int i = 0; i < loops->ndim; i++) items *= loops->counts[i];
+    constexpr int64_t GRAIN_BYTES = Function::IS_HEAVY ? EACH_HEAVY_BYTES : EACH_LIGHT_BYTES;
+    parallel_for(items, GRAIN_BYTES / (int64_t)sizeof(T), function, loops);
+}
 
 template <class Function, class T>
 static void each_on_cpu(EachLoops *loops)
 {
-    RangeFunction function = each_plain<Function, T>;
-#ifdef EACH_AVX2
-    if (each_has_avx2()) function = each_avx2<Function, T>;
-#endif
-    int64_t items = 1;
-    for (int i = 0; i < loops->ndim; i++) items *= loops->counts[i];
-    parallel_for(items, Function::GRAIN_BYTES / (int64_t)sizeof(T), function, loops);
+    each_in_threads<Function, T>(loops, each_function<Function, T>());
 }
 
 /* The GPU. */

@@ -646,6 +646,12 @@ void parallel_for(int64_t count, int64_t grain, RangeFunction function, void *co
 bool parallel_begin(int64_t count, int64_t grain, RangeFunction function, void *context);
 void parallel_end(void);
 
+/* The instructions that the processor has, and the user lets the CPU backend use. */
+enum { CPU_LEVEL_1 = 1, CPU_LEVEL_3 = 3, CPU_LEVEL_4 = 4 };
+Status cpu_level(int *level);
+bool cpu_has(int level);          /* false where cpu_level fails */
+const char *cpu_level_name(void); /* NULL where cpu_level fails, or there is only one */
+
 #ifdef __cplusplus
 }
 #endif

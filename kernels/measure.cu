@@ -52,6 +52,7 @@ constexpr Size TINY = {256, 256, 128, 16};
 constexpr int64_t TINY_COPY_BYTES = 4 << 10, SHORT_COPY_BYTES = 256 << 10,
                   LONG_COPY_BYTES = 16 << 20, LOCKED_COPY_BYTES = 4 << 20;
 constexpr int64_t HUGE_PAGE_BYTES = 2 << 20;
+constexpr int64_t DROPPED_GRAIN = 2048;         /* cache lines, which may take some 100 ns each */
 constexpr int OPERANDS = GPUOPS_MAX_INPUTS + 1; /* and the result */
 
 /* A figure is the best of some runs: of more where all large calls are expected by it, and of fewer
@@ -307,8 +308,7 @@ static Status measure_on_cpu(const Areas &areas, const Size &size, int rate, dou
 
 static void leave_caches(void *data, int64_t begin, int64_t end)
 {
-    for (int64_t at = begin; at < end; at++)
-        drop_from_caches(static_cast<const char *>(data) + at * CACHE_LINE_BYTES);
+    drop_from_caches(static_cast<char *>(data) + begin * CACHE_LINE_BYTES, end - begin);
 }
 
 /* What is to be done before each run. */
@@ -326,14 +326,14 @@ static Status measure_far(const Areas &areas, int op, const Size &size, const Be
 }
 
 /* The caches of some processors hold more than can be cleared and worked on in a few milliseconds;
- * but they can be told to hold nothing of it. That takes several times as long as the work. */
+ * but they can be told to hold nothing of it, which may take longer than the work. */
 static Status measure_far_elements(Areas areas, double *rates)
 {
     areas.bytes = DROPPED_BYTES;
     areas.out = operand_in(areas, 2);
     const auto forget = [&] {
-        parallel_for(3 * DROPPED_BYTES / CACHE_LINE_BYTES, HUGE_PAGE_BYTES / CACHE_LINE_BYTES,
-                     leave_caches, areas.operands);
+        parallel_for(3 * DROPPED_BYTES / CACHE_LINE_BYTES, DROPPED_GRAIN, leave_caches,
+                     areas.operands);
     };
     const Status status = measure_far(areas, OPERATOR_add, DROPPED, forget, rates);
     if (status != STATUS_OK) return status;

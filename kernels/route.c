@@ -593,6 +593,8 @@ Status choose_device(int wanted, int *device)
         }
     }
     *device = wanted;
-    int threads;
-    return wanted == DEVICE_CPU ? cpu_threads(&threads) : STATUS_OK;
+    if (wanted != DEVICE_CPU) return STATUS_OK;
+    int threads, level;
+    const Status status = cpu_threads(&threads);
+    return status == STATUS_OK ? cpu_level(&level) : status;
 }

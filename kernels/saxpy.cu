@@ -10,7 +10,7 @@
 
 struct Saxpy {
     static constexpr int INPUTS = 3;
-    static constexpr int64_t GRAIN_BYTES = EACH_LIGHT_BYTES;
+    static constexpr bool IS_HEAVY = false;
 
     template <class Function>
     static bool with_type(Dtype dtype, Function function)

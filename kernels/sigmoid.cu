@@ -145,7 +145,7 @@ ALWAYS_INLINE static HOST_DEVICE inline Real sigmoid_of(Real x)
 template <class Sum>
 struct SigmoidOf {
     static constexpr int INPUTS = 1;
-    static constexpr int64_t GRAIN_BYTES = EACH_HEAVY_BYTES;
+    static constexpr bool IS_HEAVY = true;
 
     template <class Function>
     static bool with_type(Dtype dtype, Function function)
@@ -179,7 +179,7 @@ struct SigmoidOf {
 
 struct SigmoidBackward {
     static constexpr int INPUTS = 2;
-    static constexpr int64_t GRAIN_BYTES = EACH_LIGHT_BYTES;
+    static constexpr bool IS_HEAVY = false;
 
     template <class Function>
     static bool with_type(Dtype dtype, Function function)
@@ -212,13 +212,14 @@ Status run_sigmoid(Call *call)
 {
 #ifdef __x86_64__
     /* Without the instructions, a fused multiply-add is a call of the C library, and a slow one. */
-    const bool is_fused = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-    if (call->out.device == DEVICE_CPU && !is_fused) {
+    if (call->out.device == DEVICE_CPU && !cpu_has(CPU_LEVEL_3)) {
         EachLoops loops;
         each_loops(call, &loops);
         each_casts(call, &loops);
-        with_float(call->compute,
-                   [&](auto zero) { each_on_cpu<SigmoidOf<Unfused>, decltype(zero)>(&loops); });
+        with_float(call->compute, [&](auto zero) {
+            using T = decltype(zero);
+            each_in_threads<SigmoidOf<Unfused>, T>(&loops, each_plain<SigmoidOf<Unfused>, T>);
+        });
         return STATUS_OK;
     }
 #endif

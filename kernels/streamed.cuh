@@ -7,22 +7,42 @@
 #include <stdint.h>
 #include <string.h>
 #ifdef __SSE2__
+#include <cpuid.h>
 #include <emmintrin.h>
 #endif
 
 constexpr int64_t STREAMED_WORD = 16; /* bytes */
 constexpr int64_t CACHE_LINE_BYTES = 64;
 
-/* The caches of all processors write the line back and forget it; where a program cannot ask them
- * to, it stays. */
-static inline void drop_from_caches(const char *line)
+#ifdef __SSE2__
+/* Whether the processor has clflushopt, which need not wait for one line after the other. */
+static inline bool drops_unordered()
+{
+    unsigned a, b = 0, c, d;
+    return __get_cpuid_count(7, 0, &a, &b, &c, &d) != 0 && (b & bit_CLFLUSHOPT) != 0;
+}
+#endif
+
+/* The caches of all processors write the lines back and forget them; where a program cannot ask
+ * them to, they stay. */
+static inline void drop_from_caches(char *lines, int64_t count)
 {
 #if defined __SSE2__
-    _mm_clflush(line);
+    static const bool unordered = drops_unordered();
+    for (char *line = lines; line < lines + count * CACHE_LINE_BYTES; line += CACHE_LINE_BYTES) {
+        if (unordered)
+            asm volatile("clflushopt %0" : "+m"(*line));
+        else
+            _mm_clflush(line);
+    }
+    _mm_sfence();
 #elif defined __aarch64__
-    asm volatile("dc civac, %0" : : "r"(line) : "memory");
+    for (char *line = lines; line < lines + count * CACHE_LINE_BYTES; line += CACHE_LINE_BYTES)
+        asm volatile("dc civac, %0" : : "r"(line) : "memory");
+    asm volatile("dsb ish" : : : "memory");
 #else
-    (void)line;
+    (void)lines;
+    (void)count;
 #endif
 }
 

@@ -7,8 +7,8 @@ It sees what the sanitizers do not: decisions on numbers that were never written
 such numbers in them. An error counts if a function of the package has a part in it, or if it is
 about a result; Python has errors of its own, which do not. Exits with 1 if there are any.
 
-valgrind knows no AVX-512, and tells so every library that asks the processor; the package's own
-code has none. AVX2 and FMA it has.
+valgrind knows no AVX-512, and tells so whoever asks the processor: it sees the loops for AVX2 and
+FMA, which it has.
 """
 
 import argparse

@@ -799,7 +799,7 @@ calibration._core._measure_rates = no_measuring
 keys = {key()}
 real = calibration._core._config
 facts = real()
-for name in ("version", "cpu_threads", "cuda_build", "cuda_driver"):
+for name in ("version", "cpu_threads", "cpu_level", "cuda_build", "cuda_driver"):
     calibration._core._config = lambda: {**facts, name: "another"}
     keys.add(key())
 calibration._core._config = real
@@ -828,7 +828,7 @@ keys.add(key())
 info = calibration._core._device_info
 calibration._core._device_info = lambda ordinal: ("another", *info(ordinal)[1:])
 keys.add(key())
-assert len(keys) == 19, len(keys)
+assert len(keys) == 20, len(keys)
 """)
 
 
