@@ -160,7 +160,8 @@ def run_child(gpuops, source, *, timeout=60, **environment):
     """Runs Python source in a fresh interpreter in which `import gpuops` is the build under test.
 
     Fails unless it exits with 0 and an empty stderr; returns what it printed. Where malloc finds
-    nothing, AddressSanitizer says so on stderr, and goes on like malloc.
+    nothing, AddressSanitizer says so on stderr, and goes on like malloc. Of a child that takes too
+    long it tells what its threads were at.
     """
     child_environment = {
         key: value for key, value in os.environ.items() if not key.startswith("GPUOPS_")
@@ -169,17 +170,41 @@ def run_child(gpuops, source, *, timeout=60, **environment):
     path = [package_parent(gpuops), str(Path(__file__).parent)]
     child_environment["PYTHONPATH"] = os.pathsep.join(path)
     # -P: the folder that the tests were started in holds the sources, not the build.
-    child = subprocess.run(
+    with subprocess.Popen(
         [sys.executable, "-P", "-c", source],
         env=child_environment,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=timeout,
+    ) as child:
+        late = ""
+        try:
+            printed, errors = child.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            late = f"not done after {timeout} s\n{threads_of(child.pid)}\n"
+        finally:
+            child.kill()
+        if late:
+            printed, errors = child.communicate()
+    assert child.returncode == 0 and not late, (
+        f"{late}exit status {child.returncode}\n{printed}{errors}"
     )
-    assert child.returncode == 0, f"exit status {child.returncode}\n{child.stdout}{child.stderr}"
-    errors = re.sub(r"==\d+==WARNING: AddressSanitizer failed to allocate .*\n", "", child.stderr)
+    errors = re.sub(r"==\d+==WARNING: AddressSanitizer failed to allocate .*\n", "", errors)
     assert errors == "", errors
-    return child.stdout
+    return printed
+
+
+def threads_of(process):
+    """The threads of a process, their states, and the calls of the system that they are in."""
+    lines = []
+    for thread in Path(f"/proc/{process}/task").glob("*"):
+        with contextlib.suppress(OSError):
+            state = re.search(r"^State:\s*(.*)", Path(thread, "status").read_text(), re.MULTILINE)
+            facts = [
+                Path(thread, name).read_text().strip() for name in ("comm", "wchan", "syscall")
+            ]
+            lines.append(f"thread {thread.name}: {state[1]}, {', '.join(facts)}")
+    return "\n".join(lines)
 
 
 def launches(fake, call):
