@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import platform
 import shutil
 import stat
 import subprocess
@@ -440,6 +441,25 @@ def test_the_module_is_hardened(library):
 def test_functions_of_the_c_library_are_fortified(library):
     skip_if_sanitized(library)
     assert "printf_chk" in inspect("nm", "-D", "--undefined-only", library)
+
+
+def test_the_loops_of_a_level_have_its_instructions(library):
+    """A compiler may not know the name of an instruction set, and only warn of it."""
+    skip_if_sanitized(library)
+    if platform.machine() != "x86_64":
+        pytest.skip("this processor has no levels")
+    registers = {"each_avx2": "%ymm", "each_avx512": "%zmm"}
+    found = dict.fromkeys(registers, 0)
+    for function in inspect("objdump", "-d", "--no-show-raw-insn", library).split("\n\n"):
+        name = function.partition("\n")[0]
+        for loop in registers:
+            # The name with its length, as compilers write it; not one of its outlined parts.
+            if f"{len(loop)}{loop}I" in name and "SigmoidOf" in name and ".cold" not in name:
+                assert registers[loop] in function, name
+                found[loop] += 1
+    if not any(found.values()):
+        pytest.skip("the names of functions were stripped")
+    assert min(found.values()) >= 4, found
 
 
 def test_the_module_serves_every_later_python(library):

@@ -4,10 +4,6 @@ The results of children whose instructions are limited are compared: bit by bit,
 correlate where there is no fused multiply-add. What is right is for the tests of the operators.
 """
 
-import platform
-import shutil
-import subprocess
-
 import numpy as np
 import pytest
 from helpers import run_child
@@ -108,25 +104,3 @@ def test_the_highest_level_is_the_default(cpu_device, value):
     default = run_child(cpu_device.gpuops, source)
     assert default.startswith("3 ")
     assert run_child(cpu_device.gpuops, source, GPUOPS_CPU_LEVEL=value) == default
-
-
-def test_the_loops_of_a_level_have_its_instructions(cpu_device):
-    """A compiler may not know the name of an instruction set, and only warn of it."""
-    if platform.machine() != "x86_64" or shutil.which("objdump") is None:
-        pytest.skip("no objdump, or no levels")
-    library = cpu_device.gpuops._core.__file__
-    disassembly = subprocess.run(
-        ["objdump", "-d", "--no-show-raw-insn", library], capture_output=True, text=True, check=True
-    )
-    registers = {"each_avx2": "%ymm", "each_avx512": "%zmm"}
-    found = dict.fromkeys(registers, 0)
-    for function in disassembly.stdout.split("\n\n"):
-        name = function.partition("\n")[0]
-        for loop in registers:
-            # The name with its length, as compilers write it; not one of its outlined parts.
-            if f"{len(loop)}{loop}I" in name and "SigmoidOf" in name and ".cold" not in name:
-                assert registers[loop] in function, name
-                found[loop] += 1
-    if not any(found.values()):
-        pytest.skip("the names of functions were stripped")
-    assert min(found.values()) >= 4, found
