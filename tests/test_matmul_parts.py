@@ -46,7 +46,7 @@ def test_panels(fake, panels, more):
 @pytest.mark.parametrize("dtype", ["i4", "f4", "f8"])
 def test_on_any_gpu(gpu, dtype):
     """Also with less memory than the operands take; of small numbers, all sums are exact."""
-    gpuops, depth = gpu.gpuops, 1000
+    gpuops, depth = gpu.gpuops, 2000
     if gpu.fake is not None:
         gpu.fake.set_part_bytes(PART_BYTES)
         depth = 10
