@@ -13,6 +13,8 @@ from . import peers
 from .harness import BEST_PEER, Case, Contestant, Run, Target, count_name, on_gpu
 
 MEBI = 1 << 20
+# Elements of strided arrays, which caches hold.
+STRIDED = 1 << 16
 # Two units in the last place.
 TOLERANCES = {"float16": 2.0**-9, "bfloat16": 2.0**-6}
 
@@ -43,18 +45,23 @@ def measure(run: Run, operator: Elementwise) -> None:
     scale = 64 if run.quick else 1
     for count in (1000, 16 * MEBI // scale):
         run.measure(host_case(run, operator, count))
+    for step in (-1, 2, 3):
+        run.measure(host_case(run, operator, STRIDED // scale, step))
     if gpuops.is_available() and peers.gpu():
         run.say("\narrays on the GPU: the time of the work there")
         for case in device_cases(run, operator, scale):
             run.measure(case)
 
 
-def host_case(run: Run, operator: Elementwise, count: int) -> Case:
-    """Whole calls, from NumPy arrays to a fresh NumPy array."""
-    sets = [_draw(run, operator, count, "float32") for _ in range(2)]
+def host_case(run: Run, operator: Elementwise, count: int, step: int = 1) -> Case:
+    """Whole calls, from NumPy arrays, or slices of such, to a fresh NumPy array."""
+    sets = [
+        [array[::step] for array in _draw(run, operator, count * abs(step), "float32")]
+        for _ in range(2)
+    ]
     ours = functools.partial(operator.ours, device="cpu")
     contestants = {"gpuops on the CPU": Contestant(ours), "NumPy": Contestant(operator.numpy)}
-    if operator.torch:
+    if operator.torch and step > 0:  # torch has no negative strides
         contestants |= peers.torch_cpu(operator.name, operator.torch)
         contestants |= peers.torch_from_host(operator.name, operator.torch)
     if gpuops.is_available():
@@ -64,6 +71,8 @@ def host_case(run: Run, operator: Elementwise, count: int) -> Case:
     if operator.host_ratio and count >= MEBI:
         targets = [Target("gpuops on the CPU", "NumPy", ratio=operator.host_ratio)]
     name = f"{operator.name} of {count_name(count)} float32"
+    if step != 1:
+        name += ", backwards" if step < 0 else f", one of {step} each"
     moved = (operator.inputs + 1) * sets[0][0].nbytes
     return Case(name, contestants, operator.numpy, (), sets, moved, None, targets,
                 max(operator.tolerance, 1e-6))  # fmt: skip

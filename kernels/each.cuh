@@ -112,6 +112,41 @@ ALWAYS_INLINE static inline bool each_is_aligned(const char *data)
     return reinterpret_cast<uintptr_t>(data) % alignof(T) == 0;
 }
 
+/* Each element by a variable of its own: of a copy into an array, whose end is known, a fortified
+ * memcpy is a call that looks for the end. */
+template <class T>
+ALWAYS_INLINE static inline void each_take(T *to, const char *from, int64_t step, int64_t count)
+{
+    EACH_LOOP
+    for (int64_t i = 0; i < count; i++) {
+        T item;
+        memcpy(&item, from + i * step, sizeof item);
+        to[i] = item;
+    }
+}
+
+/* Steps that the compiler knows become vector instructions: backwards, and one of two to four, as
+ * the parts of complex numbers and the channels of images lie. */
+template <class T>
+ALWAYS_INLINE static inline void each_gather(T *to, const char *from, int64_t step, int64_t count)
+{
+    constexpr int64_t SIZE = sizeof(T);
+    if (step == -SIZE) return each_take(to, from, -SIZE, count);
+    if (step == 2 * SIZE) return each_take(to, from, 2 * SIZE, count);
+    if (step == 3 * SIZE) return each_take(to, from, 3 * SIZE, count);
+    if (step == 4 * SIZE) return each_take(to, from, 4 * SIZE, count);
+    each_take(to, from, step, count);
+}
+
+template <class T>
+ALWAYS_INLINE static inline void each_scatter(char *to, int64_t step, const T *from, int64_t count)
+{
+    for (int64_t i = 0; i < count; i++) {
+        const T item = from[i];
+        memcpy(to + i * step, &item, sizeof item);
+    }
+}
+
 /* One stretch of the innermost loop. Operands that neither follow one another nor repeat go through
  * buffers, and so do those of another dtype. */
 template <class Function, class T>
@@ -146,15 +181,13 @@ ALWAYS_INLINE static inline void each_inner(char *const *data, const int64_t *st
                 casts[k](buffers[k], from, steps[k], items);
                 continue;
             }
-            for (int64_t i = 0; i < items; i++)
-                memcpy(&buffers[k][i], from + i * steps[k], sizeof(T));
+            each_gather(buffers[k], from, steps[k], items);
         }
         char *to = data[INPUTS] + done * steps[INPUTS];
         T *out = buffered[INPUTS] ? buffers[INPUTS] : reinterpret_cast<T *>(to);
         each_stretch<Function, T>(out, inputs, moves, items);
         if (!buffered[INPUTS]) continue;
-        for (int64_t i = 0; i < items; i++)
-            memcpy(to + i * steps[INPUTS], &buffers[INPUTS][i], sizeof(T));
+        each_scatter(to, steps[INPUTS], buffers[INPUTS], items);
     }
 }
 

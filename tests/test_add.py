@@ -183,6 +183,21 @@ def test_operands_of_any_strides(function, peer):
         np.testing.assert_array_equal(function(x, y), peer(x, y), strict=True)
 
 
+@pytest.mark.parametrize("step", [-3, -2, -1, 2, 3, 4, 5])
+def test_every_step(function, peer, step):
+    """Some steps have loops of their own, which end somewhere in a vector, or are not aligned."""
+    rng = np.random.default_rng(6)
+    for dtype in NUMBERS:
+        size = np.dtype(dtype).itemsize
+        for count in (1, 2, 7, 33, 600, 5001):
+            x = random_array(rng, count * abs(step), dtype)
+            shifted = np.empty(x.nbytes + 1, "u1")[1:].view(dtype) if size > 1 else x.copy()
+            shifted[:] = x[::-1]
+            for a, b in ((x[::step], x[:count]), (shifted[::step], x[::step])):
+                with np.errstate(all="ignore"):
+                    assert_same_product(function(a, b), peer(a, b), peer)
+
+
 @pytest.mark.parametrize("dtype", ["h", "f", "d"])
 def test_operands_of_any_alignment(gpuops, function, peer, dtype):
     rng = np.random.default_rng(5)

@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import platform
+import re
 import shutil
 import stat
 import subprocess
@@ -443,23 +444,39 @@ def test_functions_of_the_c_library_are_fortified(library):
     assert "printf_chk" in inspect("nm", "-D", "--undefined-only", library)
 
 
-def test_the_loops_of_a_level_have_its_instructions(library):
-    """A compiler may not know the name of an instruction set, and only warn of it."""
+@pytest.fixture(scope="module")
+def element_loops(library):
+    """The machine code of the CPU's loops over elements, by their name and the whole symbol."""
     skip_if_sanitized(library)
+    found = {}
+    for function in inspect("objdump", "-d", "--no-show-raw-insn", library).split("\n\n"):
+        symbol = function.partition("\n")[0]
+        # The name with its length, as compilers write it; not one of its outlined parts.
+        loop = re.search(r"<_Z\d+(each_plain|each_avx2|each_avx512)I", symbol)
+        if loop and ".cold" not in symbol:
+            found[loop[1], symbol] = function
+    if not found:
+        pytest.skip("the names of functions were stripped")
+    return found
+
+
+def test_the_loops_of_a_level_have_its_instructions(element_loops):
+    """A compiler may not know the name of an instruction set, and only warn of it."""
     if platform.machine() != "x86_64":
         pytest.skip("this processor has no levels")
     registers = {"each_avx2": "%ymm", "each_avx512": "%zmm"}
     found = dict.fromkeys(registers, 0)
-    for function in inspect("objdump", "-d", "--no-show-raw-insn", library).split("\n\n"):
-        name = function.partition("\n")[0]
-        for loop in registers:
-            # The name with its length, as compilers write it; not one of its outlined parts.
-            if f"{len(loop)}{loop}I" in name and "SigmoidOf" in name and ".cold" not in name:
-                assert registers[loop] in function, name
-                found[loop] += 1
-    if not any(found.values()):
-        pytest.skip("the names of functions were stripped")
+    for (name, symbol), code in element_loops.items():
+        if name in registers and "SigmoidOf" in symbol:
+            assert registers[name] in code, symbol
+            found[name] += 1
     assert min(found.values()) >= 4, found
+
+
+def test_loops_over_elements_are_not_fortified(element_loops):
+    """A memcpy of one element that is checked is a call, and takes ten times as long."""
+    for (_, symbol), code in element_loops.items():
+        assert "memcpy" not in code, symbol
 
 
 def test_the_module_serves_every_later_python(library):

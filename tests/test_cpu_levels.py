@@ -27,6 +27,8 @@ for dtype in ("u1", "i2", "i4", "u8", "f2", "f4", "f8", "c8"):
         x, y = numbers(dtype, count), numbers(dtype, count)
         found[f"add {dtype} {count}"] = gpuops.add(x, y)
         found[f"mixed {dtype} {count}"] = gpuops.multiply(x[::-1], numbers("i1", count))
+        for step in (-2, -1, 2, 3, 4, 5):
+            found[f"step {step} {dtype} {count}"] = gpuops.add(x[::step], y[::step])
         found[f"saxpy {dtype} {count}"] = gpuops.saxpy(3, x, y)
         if dtype[0] != "c":
             found[f"sigmoid {dtype} {count}"] = gpuops.sigmoid(x)
