@@ -194,6 +194,18 @@ def run_child(gpuops, source, *, timeout=60, **environment):
     return printed
 
 
+def refusal_on_cpu(gpuops, **environment):
+    """Returns the ValueError of a call on the CPU that has something wrong in its environment."""
+    source = """
+import gpuops
+try:
+    gpuops.gather([1, 2], [0], device="cpu")
+except ValueError as error:
+    print(error)
+"""
+    return run_child(gpuops, source, **environment)
+
+
 def threads_of(process):
     """The threads of a process, their states, and the calls of the system that they are in."""
     lines = []
