@@ -541,7 +541,8 @@ static PyObject *array_to_host(PyObject *self, PyObject *args, PyObject *keyword
     if (!PyArg_ParseTupleAndKeywords(args, keywords, "|OO:to_host", names, &out, &stream_argument))
         return NULL;
     array_view(array, &source);
-    target.array = out == Py_None ? host_array_new(&source, array->descr) : as_output(out, "out");
+    target.array =
+        out == Py_None ? host_array_new(&source, array->descr, NULL) : as_output(out, "out");
     if (target.array == NULL || complete_operand(&target) < 0) goto done;
     if (out != Py_None && check_output("to_host", &target, &source, &like, false) < 0) goto done;
     stream = read_stream_of(state, array, stream_argument);
@@ -593,7 +594,7 @@ static PyObject *array_edges(PyObject *self, PyObject *count_object)
     Stream *stream = new_stream(state, device_of(array), true, 0, "repr");
     if (stream == NULL) return NULL;
     edges = array_copy_of(state, &source, array->descr, stream, "repr");
-    host = edges == NULL ? NULL : host_array_new(&shown, array->descr);
+    host = edges == NULL ? NULL : host_array_new(&shown, array->descr, NULL);
     if (host == NULL || fill_view(host, "out", &target) < 0) goto done;
     target.item_bytes = source.item_bytes;
     target.ndim = axes;

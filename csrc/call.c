@@ -516,7 +516,11 @@ static int cast_input(Operand *input, const View *view, PyArray_Descr *descr)
         Py_INCREF((PyObject *)descr);
         cast = (PyArrayObject *)PyArray_FromAny(input->object, descr, 0, 0, 0, NULL);
     } else {
-        cast = host_array_new(view, descr);
+        View like;
+        view_copy(&like, view);
+        like.item_bytes = PyDataType_ELSIZE(descr);
+        view_lay_out(&like, view, 1);
+        cast = host_array_new(&like, descr, like.strides);
         if (cast != NULL && PyArray_CopyInto(cast, input->array) < 0) {
             release(cast);
             return -1;
@@ -783,7 +787,7 @@ static int copy_overlapping_inputs(Call *call, Arguments *arguments)
     for (int i = 0; i < arguments->count; i++) {
         Operand *input = &arguments->inputs[i];
         if (!views_overlap(&call->out, &call->inputs[i])) continue;
-        PyArrayObject *copy = host_array_new(&call->inputs[i], PyArray_DESCR(input->array));
+        PyArrayObject *copy = host_array_new(&call->inputs[i], PyArray_DESCR(input->array), NULL);
         if (copy == NULL) return -1;
         const int copied = PyArray_CopyInto(copy, input->array);
         release(input->array);
@@ -849,6 +853,21 @@ static bool fits_in_place(const Call *call, const View *out)
     return true;
 }
 
+static bool is_in_another_order(const Call *call)
+{
+    return call->elementwise && call->out.ndim > 1 && !view_is_packed(&call->out);
+}
+
+/* Element by element, axes may be taken in any order: in that in which the result is in memory. */
+static void turn_axes(Call *call)
+{
+    const int ndim = call->out.ndim;
+    int axes[GPUOPS_MAX_DIMS];
+    axes_in_memory(&call->out, 1, ndim, axes);
+    for (int i = 0; i < call->input_count; i++) view_turn(&call->inputs[i], ndim, axes);
+    view_turn(&call->out, ndim, axes);
+}
+
 static PyObject *call_on_host(State *state, Call *call, Arguments *arguments, Work *work,
                               const Operand *like)
 {
@@ -857,12 +876,15 @@ static PyObject *call_on_host(State *state, Call *call, Arguments *arguments, Wo
     if (given != NULL &&
         check_output(call->op->name, &arguments->out, &call->out, like, call->elementwise) < 0)
         return NULL;
-    if (given != NULL && fits_in_place(call, &arguments->out.view))
-        out = hold(given);
+    call->out_is_fresh = given == NULL || !fits_in_place(call, &arguments->out.view);
+    bool turned = is_in_another_order(call); /* as it is planned */
+    if (call->out_is_fresh)
+        out = host_array_new(&call->out, like->descr, turned ? call->out.strides : NULL);
     else
-        out = host_array_new(&call->out, like->descr);
+        out = hold(given);
     if (out == NULL || fill_view(out, "out", &call->out) < 0) goto done;
-    call->out_is_fresh = out != given;
+    if (!call->out_is_fresh) turned = is_in_another_order(call);
+    if (turned) turn_axes(call);
 
     bool computed;
     const uint64_t started = ticks_now();

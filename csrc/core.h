@@ -192,8 +192,9 @@ int check_output(const char *op, const Operand *out, const View *result, const O
 PyObject *result_like(const Operand *like, PyObject *result);
 PyObject *tuple_of_sizes(int count, const int64_t *sizes);
 
-/* host.c: a new array in C order, whose elements are not set. */
-PyArrayObject *host_array_new(const View *like, PyArray_Descr *descr);
+/* host.c: a new array, whose elements are not set. Without strides, which must leave no gaps, it is
+ * in C order. */
+PyArrayObject *host_array_new(const View *like, PyArray_Descr *descr, const int64_t *strides);
 
 /* signature.c */
 int read_signature(Signature *signature);

@@ -87,24 +87,24 @@ static int leave_pool(PyObject *previous)
     return 0;
 }
 
-static PyArrayObject *new_array(const View *like, PyArray_Descr *descr)
+static PyArrayObject *new_array(const View *like, PyArray_Descr *descr, const int64_t *strides)
 {
     npy_intp shape[GPUOPS_MAX_DIMS];
     for (int i = 0; i < like->ndim; i++) shape[i] = like->shape[i];
     Py_INCREF((PyObject *)descr);
     /* NumPy makes the strings of a new array at least one character wide, which nobody fills. */
     if (like->item_bytes == 0) return (PyArrayObject *)PyArray_Zeros(like->ndim, shape, descr, 0);
-    return (PyArrayObject *)PyArray_NewFromDescr(&PyArray_Type, descr, like->ndim, shape, NULL,
+    return (PyArrayObject *)PyArray_NewFromDescr(&PyArray_Type, descr, like->ndim, shape, strides,
                                                  NULL, 0, NULL);
 }
 
-PyArrayObject *host_array_new(const View *like, PyArray_Descr *descr)
+PyArrayObject *host_array_new(const View *like, PyArray_Descr *descr, const int64_t *strides)
 {
     const int is_large = is_for_pool(like);
-    if (is_large <= 0) return is_large < 0 ? NULL : new_array(like, descr);
+    if (is_large <= 0) return is_large < 0 ? NULL : new_array(like, descr, strides);
     PyObject *previous = enter_pool();
-    if (previous == NULL) return PyErr_Occurred() ? NULL : new_array(like, descr);
-    PyArrayObject *array = new_array(like, descr);
+    if (previous == NULL) return PyErr_Occurred() ? NULL : new_array(like, descr, strides);
+    PyArrayObject *array = new_array(like, descr, strides);
     if (leave_pool(previous) == 0) return array;
     release(array);
     return NULL;

@@ -48,6 +48,7 @@ static Status plan_shape(Call *call)
         return fail(STATUS_VALUE_ERROR,
                     "array is too big: the operands of %s broadcast to more than 2**63 bytes",
                     call->op->name);
+    if (out->ndim > 1) view_lay_out(out, call->inputs, call->input_count);
     return STATUS_OK;
 }
 

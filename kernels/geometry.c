@@ -2,13 +2,15 @@
 #include "gpuops.h"
 
 #include <stdlib.h>
+#include <string.h>
 
 bool view_is_packed(const View *view)
 {
     int64_t stride = view->item_bytes;
     for (int i = view->ndim - 1; i >= 0; i--) {
         if (view->shape[i] != 1 && view->strides[i] != stride) return false;
-        stride *= view->shape[i];
+        /* Of what has no elements, sizes may be of any product. */
+        (void)__builtin_mul_overflow(stride, view->shape[i], &stride);
     }
     return true;
 }
@@ -20,6 +22,61 @@ void view_pack(View *view)
         view->strides[i] = stride;
         stride *= view->shape[i];
     }
+}
+
+/* Whether one axis lies within another in all views in which both have steps; -1: in none has. */
+static int is_within(const View *views, int count, int ndim, int one, int other)
+{
+    int within = -1;
+    for (int k = 0; k < count; k++) {
+        const View *view = &views[k];
+        const int lacking = ndim - view->ndim;
+        if (one < lacking || view->shape[one - lacking] == 1) continue;
+        if (other < lacking || view->shape[other - lacking] == 1) continue;
+        const int64_t step = llabs(view->strides[one - lacking]);
+        const int64_t other_step = llabs(view->strides[other - lacking]);
+        if (step == 0 || other_step == 0) continue;
+        within = within != 0 && step < other_step;
+    }
+    return within;
+}
+
+void axes_in_memory(const View *views, int count, int ndim, int *axes)
+{
+    for (int axis = ndim - 1; axis >= 0; axis--) {
+        int place = axis;
+        for (int i = axis + 1; i < ndim; i++) {
+            const int within = is_within(views, count, ndim, axis, axes[i]);
+            if (within == 0) break;
+            if (within > 0) place = i;
+        }
+        for (int i = axis; i < place; i++) axes[i] = axes[i + 1];
+        axes[place] = axis;
+    }
+}
+
+void view_lay_out(View *view, const View *others, int count)
+{
+    int axes[GPUOPS_MAX_DIMS];
+    int64_t stride = view->item_bytes;
+    axes_in_memory(others, count, view->ndim, axes);
+    for (int i = view->ndim - 1; i >= 0; i--) {
+        view->strides[axes[i]] = stride;
+        (void)__builtin_mul_overflow(stride, view->shape[axes[i]], &stride);
+    }
+}
+
+void view_turn(View *view, int ndim, const int *axes)
+{
+    int64_t shape[GPUOPS_MAX_DIMS], strides[GPUOPS_MAX_DIMS];
+    for (int i = 0; i < ndim; i++) {
+        const int axis = axes[i] - (ndim - view->ndim);
+        shape[i] = axis < 0 ? 1 : view->shape[axis];
+        strides[i] = axis < 0 ? 0 : view->strides[axis];
+    }
+    view->ndim = ndim;
+    memcpy(view->shape, shape, (size_t)ndim * sizeof shape[0]);
+    memcpy(view->strides, strides, (size_t)ndim * sizeof strides[0]);
 }
 
 void view_extent(const View *view, uintptr_t *begin, uintptr_t *end)
