@@ -6,7 +6,7 @@ import pytest
 COUNTS = {"add": 2, "multiply": 2, "saxpy": 3, "sigmoid": 1, "sigmoid_backward": 2}
 # Such as fit a slab, such as go up whole, and such as go in parts.
 SIDES = {"few": 6, "some": 48, "many": 160}
-CASES = {"few": 150, "some": 20, "many": 8}
+CASES = {"few": 100, "some": 16, "many": 6}
 
 
 @pytest.fixture(params=COUNTS)
@@ -67,7 +67,7 @@ def test_random_layouts(gpuops, operator, side):
             assert strides_of(result) == strides_of(peer(*operands))
         assert strides_of(result) == layout_of(*operands)
         in_another_order += not result.flags.c_contiguous
-    assert in_another_order >= CASES[side] // 8
+    assert in_another_order >= max(CASES[side] // 8, 1)
 
 
 @pytest.mark.parametrize("side", SIDES)
