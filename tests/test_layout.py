@@ -125,7 +125,7 @@ def test_memory_that_is_kept_warm(gpuops):
 
 
 def test_many_axes(gpuops):
-    """Of as many as an array of NumPy's can have, the last is the outermost here."""
+    """Of 32, of which the last is the outermost in memory."""
     x = np.arange(2.0**5).reshape([2] * 5 + [1] * 27).T
     result = gpuops.add(x, x)
     assert strides_of(result) == strides_of(np.add(x, x)) == strides_of(x)
