@@ -110,6 +110,44 @@ def _empty(operands: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype)
     return torch.empty(shape, dtype=dtype, device=device)
 
 
+def _empty_each(operands: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """Make what the fake kernel of an element-wise operator returns.
+
+    Its axes are in the order that those of the operands have in memory, on the CPU, as
+    ``axes_in_memory`` of the library puts them; on a GPU, results are in C order.
+    """
+    shape = torch.broadcast_shapes(*[operand.shape for operand in operands])
+    result = _empty(operands, shape, dtype)
+    if result.device.type != "cpu" or all(operand.is_contiguous() for operand in operands):
+        return result
+    axes: list[int] = []
+    for axis in reversed(range(len(shape))):
+        place = 0
+        for i, other in enumerate(axes):
+            within = _is_within(operands, axis - len(shape), other - len(shape))
+            if within is False:
+                break
+            if within:
+                place = i + 1
+        axes.insert(place, axis)
+    strides, stride = [0] * len(shape), 1
+    for axis in reversed(axes):
+        strides[axis], stride = stride, stride * shape[axis]
+    return torch.empty_strided(shape, strides, dtype=dtype)
+
+
+def _is_within(operands: Sequence[Tensor], one: int, other: int) -> bool | None:
+    """Tell whether one axis, counted from the last, is within another wherever both have steps."""
+    within = None
+    for operand in operands:
+        if operand.ndim < -min(one, other) or 1 in (operand.shape[one], operand.shape[other]):
+            continue
+        step, other_step = operand.stride(one), operand.stride(other)
+        if step != 0 and other_step != 0:
+            within = within is not False and bool(step < other_step)
+    return within
+
+
 _NUMPY_NAMES = (
     "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64 complex64 "
     "complex128"
@@ -633,7 +671,7 @@ def _run_multiply(device: str | None, x: Tensor, y: Any) -> Any:
 
 
 def _fake_multiply(x: Tensor, y: Tensor) -> Tensor:
-    return _empty((x, y), torch.broadcast_shapes(x.shape, y.shape), _promoted(x, y))
+    return _empty_each((x, y), _promoted(x, y))
 
 
 def _save_multiply(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -662,7 +700,7 @@ _define(
 
 
 def _fake_multiply_scalar(x: Tensor, y: _Number) -> Tensor:
-    return torch.empty(x.shape, dtype=_promoted(x, y), device=x.device)
+    return _empty_each((x,), _promoted(x, y))
 
 
 def _save_multiply_scalar(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -695,8 +733,7 @@ def _run_saxpy(device: str | None, a: Any, x: Tensor, y: Tensor) -> Any:
 
 
 def _fake_saxpy(a: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    shape = torch.broadcast_shapes(a.shape, x.shape, y.shape)
-    return _empty((a, x, y), shape, _promoted(a, x, y))
+    return _empty_each((a, x, y), _promoted(a, x, y))
 
 
 def _save_saxpy(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -726,7 +763,7 @@ _define(
 
 
 def _fake_saxpy_scalar(a: _Number, x: Tensor, y: Tensor) -> Tensor:
-    return _empty((x, y), torch.broadcast_shapes(x.shape, y.shape), _promoted(x, y, a))
+    return _empty_each((x, y), _promoted(x, y, a))
 
 
 def _save_saxpy_scalar(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -765,7 +802,8 @@ def saxpy(a: Tensor | _Number, x: Tensor, y: Tensor, /) -> Tensor:
     -------
     Tensor
         The sums, of the shape that the operands broadcast to and the dtype that NumPy promotes
-        theirs to, in C order. The gradient of a tensor that was broadcast is summed to its shape.
+        theirs to; in memory in the order of the operands on the CPU, and in C order on a GPU. The
+        gradient of a tensor that was broadcast is summed to its shape.
 
     Raises
     ------
@@ -813,7 +851,7 @@ def _run_sigmoid(device: str | None, x: Tensor) -> Any:
 
 
 def _fake_sigmoid(x: Tensor) -> Tensor:
-    return torch.empty(x.shape, dtype=_promoted_float(x), device=x.device)
+    return _empty_each((x,), _promoted_float(x))
 
 
 def _save_sigmoid(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -834,7 +872,7 @@ def _run_sigmoid_backward(device: str | None, grad: Tensor, y: Tensor) -> Any:
 
 
 def _fake_sigmoid_backward(grad: Tensor, y: Tensor) -> Tensor:
-    return _empty((grad, y), torch.broadcast_shapes(grad.shape, y.shape), _promoted_float(grad, y))
+    return _empty_each((grad, y), _promoted_float(grad, y))
 
 
 def _save_sigmoid_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -875,9 +913,9 @@ def sigmoid(x: Tensor, /) -> Tensor:
     Returns
     -------
     Tensor
-        Numbers from 0 to 1, of the shape of `x`, in C order. float16, bfloat16, float32 and float64
-        keep their dtype; integers and bools give float64, as in ``scipy.special.expit`` and unlike
-        ``torch.sigmoid``.
+        Numbers from 0 to 1, of the shape of `x`; in memory in the order of `x` on the CPU, and in C
+        order on a GPU. float16, bfloat16, float32 and float64 keep their dtype; integers and bools
+        give float64, as in ``scipy.special.expit`` and unlike ``torch.sigmoid``.
 
     Raises
     ------
@@ -918,8 +956,8 @@ def sigmoid_backward(grad: Tensor, y: Tensor, /) -> Tensor:
     -------
     Tensor
         The gradient with respect to what `sigmoid` was given, of the shape that the operands
-        broadcast to and the float dtype that NumPy promotes theirs to, in C order. It can be
-        differentiated again.
+        broadcast to and the float dtype that NumPy promotes theirs to; in memory in the order of
+        the operands on the CPU, and in C order on a GPU. It can be differentiated again.
 
     Raises
     ------

@@ -11,6 +11,8 @@ from helpers import run_child
 
 torch = pytest.importorskip("torch")
 
+from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
+
 import gpuops  # noqa: E402 (the package that conftest.py put on the path)
 import gpuops.torch as operators  # noqa: E402
 
@@ -804,6 +806,41 @@ def test_opcheck(device):
     assert checked == overloads
 
 
+def strided(rng, device, shape):
+    """A tensor that broadcasts to a shape, its axes in any order, some with steps."""
+    shape = [1 if rng.random() < 0.15 else size for size in shape][rng.integers(2) :]
+    axes = rng.permutation(len(shape)) if rng.random() < 0.7 else range(len(shape))
+    steps = [int(rng.choice([1, 1, 2])) for _ in axes]
+    base = random(device, *[shape[axis] * steps[axis] for axis in axes], grad=False)
+    x = base.permute(*np.argsort(axes).tolist())
+    x = x[tuple(slice(None, None, step) for step in steps)]
+    if rng.random() < 0.2:
+        axis = int(rng.integers(x.ndim))
+        x = x.narrow(axis, 0, min(1, x.shape[axis])).expand(x.shape)
+    return x
+
+
+def test_fake_kernels_have_the_layout_of_results(device):
+    """Of operators of elements, whose results are in the order of their operands."""
+    rng, ops = np.random.default_rng(5), torch.ops.gpuops
+    counts = {ops.multiply.default: 2, ops.saxpy.default: 3}
+    if hasattr(gpuops, "sigmoid"):
+        counts |= {ops.sigmoid.default: 1, ops.sigmoid_backward.default: 2}
+    turned = 0
+    for _ in range(200):
+        shape = rng.integers(0 if rng.random() < 0.1 else 1, 5, rng.integers(2, 5)).tolist()
+        for operator, count in counts.items():
+            operands = [strided(rng, device, shape) for _ in range(count)]
+            result = operator(*operands)
+            turned += not result.is_contiguous()
+            with FakeTensorMode() as mode:
+                fake = operator(*[mode.from_tensor(operand) for operand in operands])
+            assert fake.shape == result.shape
+            for size, one, other in zip(result.shape, fake.stride(), result.stride(), strict=True):
+                assert size == 1 or result.numel() == 0 or one == other, operands
+    assert (turned > 0) == (device == "cpu")
+
+
 def compiled_cases(device):
     indices = torch.tensor([2, 0, -1, 2], device=device)
     vector = random(device, 4, dtype=torch.float32)
@@ -825,6 +862,9 @@ def compiled_cases(device):
     def sigmoid(x):
         return operators.Sigmoid()(x * 2)
 
+    def turned(x, y):
+        return operators.saxpy(y[:, None], operators.sigmoid(x.mT), x.mT[:, :1]) * 2
+
     def matmul(x, y):
         return operators.matmul(x.relu(), y)
 
@@ -835,6 +875,7 @@ def compiled_cases(device):
     yield "scatter_add", scatter_add, (matrix,)
     yield "saxpy", saxpy, (matrix, vector)
     yield "sigmoid", sigmoid, (matrix,)
+    yield "sigmoid", turned, (matrix, vector)
     yield "matmul", matmul, (matrix, vector)
     yield "correlate scatter_add", correlate, (matrix, vector)
 
@@ -869,7 +910,8 @@ def test_compile_by_the_default_backend(device, tmp_path, monkeypatch):
 
     def model(x, weights):
         rows = operators.gather(x * 2, indices).relu()
-        return operators.sigmoid(operators.saxpy(0.5, operators.matmul(rows, weights), rows[:, 0]))
+        sums = operators.saxpy(0.5, operators.matmul(rows, weights), rows[:, 0])
+        return operators.sigmoid(sums) + operators.sigmoid(x.mT).sum()
 
     operands = (
         random(device, 5, 4, dtype=torch.float32),
