@@ -717,7 +717,9 @@ def test_references_stay_level_on_a_device(gpu):
     gpuops = gpu.gpuops
     d = gpuops.to_device(HOST)
     interface = Interface(d)
-    objects = [d, interface, d.dtype, None]
+    objects = [d, interface, d.dtype]
+    if sys.version_info < (3, 12):
+        objects.append(None)  # of which nobody keeps count since it is immortal
     gpuops.synchronize()
     gc.collect()  # what earlier tests have left
     before = [sys.getrefcount(one) for one in objects]
