@@ -853,9 +853,16 @@ static bool fits_in_place(const Call *call, const View *out)
     return true;
 }
 
-static bool is_in_another_order(const Call *call)
+/* A fresh result on the host has the layout that NumPy's would have: that of the operands as they
+ * are given, before any cast. False: C order, for which nothing is set. */
+static bool lay_out(Call *call)
 {
-    return call->elementwise && call->out.ndim > 1 && !view_is_packed(&call->out);
+    if (!call->elementwise || call->out.ndim < 2) return false;
+    bool packed = true;
+    for (int i = 0; i < call->input_count && packed; i++) packed = view_is_packed(&call->inputs[i]);
+    if (packed) return false;
+    view_lay_out(&call->out, call->inputs, call->input_count);
+    return !view_is_packed(&call->out);
 }
 
 /* Element by element, axes may be taken in any order: in that in which the result is in memory. */
@@ -863,13 +870,13 @@ static void turn_axes(Call *call)
 {
     const int ndim = call->out.ndim;
     int axes[GPUOPS_MAX_DIMS];
-    axes_in_memory(&call->out, 1, ndim, axes);
-    for (int i = 0; i < call->input_count; i++) view_turn(&call->inputs[i], ndim, axes);
-    view_turn(&call->out, ndim, axes);
+    const int count = view_axes(&call->out, axes);
+    for (int i = 0; i < call->input_count; i++) view_turn(&call->inputs[i], ndim, axes, count);
+    view_turn(&call->out, ndim, axes, count);
 }
 
 static PyObject *call_on_host(State *state, Call *call, Arguments *arguments, Work *work,
-                              const Operand *like)
+                              const Operand *like, bool laid_out)
 {
     PyArrayObject *given = arguments->out.array, *out = NULL;
     PyObject *returned = NULL;
@@ -877,14 +884,12 @@ static PyObject *call_on_host(State *state, Call *call, Arguments *arguments, Wo
         check_output(call->op->name, &arguments->out, &call->out, like, call->elementwise) < 0)
         return NULL;
     call->out_is_fresh = given == NULL || !fits_in_place(call, &arguments->out.view);
-    bool turned = is_in_another_order(call); /* as it is planned */
     if (call->out_is_fresh)
-        out = host_array_new(&call->out, like->descr, turned ? call->out.strides : NULL);
+        out = host_array_new(&call->out, like->descr, laid_out ? call->out.strides : NULL);
     else
         out = hold(given);
     if (out == NULL || fill_view(out, "out", &call->out) < 0) goto done;
-    if (!call->out_is_fresh) turned = is_in_another_order(call);
-    if (turned) turn_axes(call);
+    if (call->elementwise && call->out.ndim > 1 && !view_is_packed(&call->out)) turn_axes(call);
 
     bool computed;
     const uint64_t started = ticks_now();
@@ -935,9 +940,10 @@ static PyObject *call_planned(State *state, Call *call, Arguments *arguments, co
                               : change_on_host(state, call, arguments, work);
     }
     if (find_like(call, arguments, &like) < 0) return NULL;
+    const bool laid_out = leader == NULL && lay_out(call);
     if (cast_inputs(call, arguments) == 0)
         result = leader != NULL ? call_on_device(state, call, arguments, leader, &like, work)
-                                : call_on_host(state, call, arguments, work, &like);
+                                : call_on_host(state, call, arguments, work, &like, laid_out);
     Py_XDECREF((PyObject *)like.descr);
     return result;
 }

@@ -147,15 +147,8 @@ static Pair pair_of(const View *target, const View *source)
                  {},
                  {},
                  {}};
-    int order[GPUOPS_MAX_DIMS], ndim = 0;
-    for (int i = 0; i < target->ndim; i++) {
-        if (target->shape[i] == 1) continue;
-        int at = ndim++;
-        const int64_t step = llabs(target->strides[i]);
-        for (; at > 0 && llabs(target->strides[order[at - 1]]) < step; at--)
-            order[at] = order[at - 1];
-        order[at] = i;
-    }
+    int order[GPUOPS_MAX_DIMS];
+    const int ndim = view_axes(target, order);
     for (int i = 0; i < ndim; i++) {
         const int64_t count = target->shape[order[i]];
         const int64_t to = target->strides[order[i]], from = source->strides[order[i]];

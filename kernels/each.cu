@@ -48,7 +48,6 @@ static Status plan_shape(Call *call)
         return fail(STATUS_VALUE_ERROR,
                     "array is too big: the operands of %s broadcast to more than 2**63 bytes",
                     call->op->name);
-    if (out->ndim > 1) view_lay_out(out, call->inputs, call->input_count);
     return STATUS_OK;
 }
 
@@ -86,14 +85,8 @@ void each_loops(const Call *call, EachLoops *loops)
     loops->data[last] = static_cast<char *>(out->data);
 
     /* Outermost where the output takes the longest steps. */
-    int order[GPUOPS_MAX_DIMS], ndim = 0;
-    for (int i = 0; i < out->ndim; i++) {
-        if (out->shape[i] == 1) continue;
-        int at = ndim++;
-        const int64_t step = llabs(out->strides[i]);
-        for (; at > 0 && llabs(out->strides[order[at - 1]]) < step; at--) order[at] = order[at - 1];
-        order[at] = i;
-    }
+    int order[GPUOPS_MAX_DIMS];
+    const int ndim = view_axes(out, order);
     loops->ndim = 0;
     for (int i = 0; i < ndim; i++) {
         const int64_t count = out->shape[order[i]];

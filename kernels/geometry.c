@@ -24,6 +24,19 @@ void view_pack(View *view)
     }
 }
 
+int view_axes(const View *view, int *axes)
+{
+    int count = 0;
+    for (int i = 0; i < view->ndim; i++) {
+        if (view->shape[i] == 1) continue;
+        const int64_t step = llabs(view->strides[i]);
+        int at = count++;
+        for (; at > 0 && llabs(view->strides[axes[at - 1]]) < step; at--) axes[at] = axes[at - 1];
+        axes[at] = i;
+    }
+    return count;
+}
+
 /* Whether one axis lies within another in all views in which both have steps; -1: in none has. */
 static int is_within(const View *views, int count, int ndim, int one, int other)
 {
@@ -41,7 +54,8 @@ static int is_within(const View *views, int count, int ndim, int one, int other)
     return within;
 }
 
-void axes_in_memory(const View *views, int count, int ndim, int *axes)
+/* From the outermost in memory to the innermost. */
+static void axes_in_memory(const View *views, int count, int ndim, int *axes)
 {
     for (int axis = ndim - 1; axis >= 0; axis--) {
         int place = axis;
@@ -66,17 +80,16 @@ void view_lay_out(View *view, const View *others, int count)
     }
 }
 
-void view_turn(View *view, int ndim, const int *axes)
+void view_turn(View *view, int ndim, const int *axes, int count)
 {
-    int64_t shape[GPUOPS_MAX_DIMS], strides[GPUOPS_MAX_DIMS];
-    for (int i = 0; i < ndim; i++) {
-        const int axis = axes[i] - (ndim - view->ndim);
-        shape[i] = axis < 0 ? 1 : view->shape[axis];
-        strides[i] = axis < 0 ? 0 : view->strides[axis];
+    View given;
+    view_copy(&given, view);
+    view->ndim = count;
+    for (int i = 0; i < count; i++) {
+        const int axis = axes[i] - (ndim - given.ndim);
+        view->shape[i] = axis < 0 ? 1 : given.shape[axis];
+        view->strides[i] = axis < 0 ? 0 : given.strides[axis];
     }
-    view->ndim = ndim;
-    memcpy(view->shape, shape, (size_t)ndim * sizeof shape[0]);
-    memcpy(view->strides, strides, (size_t)ndim * sizeof strides[0]);
 }
 
 void view_extent(const View *view, uintptr_t *begin, uintptr_t *end)
@@ -117,27 +130,20 @@ bool views_coincide(const View *one, const View *other)
 int overlaps_itself(const View *view)
 {
     /* From the smallest stride to the largest, each step must clear all that the smaller reach. */
-    int64_t strides[GPUOPS_MAX_DIMS], counts[GPUOPS_MAX_DIMS];
-    int ndim = 0;
-    int64_t items = 1;
-    for (int i = 0; i < view->ndim; i++) {
-        items *= view->shape[i];
-        if (view->shape[i] == 1) continue;
-        int64_t stride = view->strides[i] < 0 ? -view->strides[i] : view->strides[i];
-        int j = ndim++;
-        for (; j > 0 && strides[j - 1] > stride; j--) {
-            strides[j] = strides[j - 1];
-            counts[j] = counts[j - 1];
-        }
-        strides[j] = stride;
-        counts[j] = view->shape[i];
-    }
+    int axes[GPUOPS_MAX_DIMS];
+    const int64_t items = view_items(view);
     if (items <= 1 || view->item_bytes == 0) return 0;
+    const int count = view_axes(view, axes);
+    if (view->strides[axes[count - 1]] == 0) return 1;
     int64_t reach = view->item_bytes;
-    int dim = 0;
-    for (; dim < ndim && strides[dim] >= reach; dim++) reach += (counts[dim] - 1) * strides[dim];
-    if (dim == ndim) return 0;
-    if (strides[0] == 0) return 1;
+    int outer = count;
+    for (; outer > 0; outer--) {
+        const int axis = axes[outer - 1];
+        const int64_t step = llabs(view->strides[axis]);
+        if (step < reach) break;
+        reach += (view->shape[axis] - 1) * step;
+    }
+    if (outer == 0) return 0;
 
     /* Strides that interleave may still be free of overlap, so mark every byte. */
     uintptr_t begin, end;

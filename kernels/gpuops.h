@@ -169,14 +169,15 @@ static inline double view_count(const View *view, int begin, int end)
 
 bool view_is_packed(const View *view); /* in C order, without gaps */
 void view_pack(View *view);            /* sets the strides to those of C order */
-/* The axes of views that are broadcast against each other, the outermost in memory first: NumPy's K
- * order, in which its element-wise functions lay out their results. Axes without steps say nothing,
- * and where views contradict each other, C order wins. */
-void axes_in_memory(const View *views, int count, int ndim, int *axes);
-/* Sets the strides of a view to those of NumPy's result of other views, without gaps. */
+/* The axes of other sizes than 1, from that with the longest steps to that with the shortest: tells
+ * how many. */
+int view_axes(const View *view, int *axes);
+/* Sets the strides of a view to those of what NumPy's element-wise functions make of other views,
+ * without gaps: its axes lie in memory as those of the others do (K order). Axes without steps say
+ * nothing, and where views contradict each other, C order wins. */
 void view_lay_out(View *view, const View *others, int count);
-/* Broadcasts a view to ndim axes, as far as sizes of 1 do, and puts them in another order. */
-void view_turn(View *view, int ndim, const int *axes);
+/* Takes of a view that broadcasts to ndim axes the given ones, in that order. */
+void view_turn(View *view, int ndim, const int *axes, int count);
 /* From the lowest to the highest byte that a view touches, on addresses. */
 void view_extent(const View *view, uintptr_t *begin, uintptr_t *end);
 /* Whether they may share bytes. Views that interleave count as overlapping. */
