@@ -1,6 +1,7 @@
 """The compiled module itself: what it holds, as CPython's garbage collector sees it."""
 
 import gc
+import sys
 
 import pytest
 from faults.sweep import set_nomemory
@@ -80,6 +81,10 @@ print(failures > 500)
 
 
 @pytest.mark.skipif(set_nomemory is None, reason="this interpreter has no _testcapi")
+@pytest.mark.skipif(
+    sys.version_info >= (3, 13),
+    reason="a dictionary of CPython 3.13 that cannot grow is broken; types are made of them",
+)
 @pytest.mark.parametrize("build", ["cpu_device", "fake_device"])
 def test_every_allocation_of_an_import_may_fail(request, build):
     gpuops = request.getfixturevalue(build).gpuops
