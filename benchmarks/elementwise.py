@@ -1,6 +1,7 @@
 """Cases of element-wise operators: whole calls on host arrays, and arrays that are on the GPU."""
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,8 +14,9 @@ from . import peers
 from .harness import BEST_PEER, Case, Contestant, Run, Target, count_name, on_gpu
 
 MEBI = 1 << 20
-# Elements of strided arrays, which caches hold.
+# Elements of strided arrays, which caches hold, and of transposed ones, which they do not.
 STRIDED = 1 << 16
+TRANSPOSED = 1 << 22
 # Two units in the last place.
 TOLERANCES = {"float16": 2.0**-9, "bfloat16": 2.0**-6}
 
@@ -47,6 +49,7 @@ def measure(run: Run, operator: Elementwise) -> None:
         run.measure(host_case(run, operator, count))
     for step in (-1, 2, 3):
         run.measure(host_case(run, operator, STRIDED // scale, step))
+    run.measure(transposed_case(run, operator, TRANSPOSED // scale))
     if gpuops.is_available() and peers.gpu():
         run.say("\narrays on the GPU: the time of the work there")
         for case in device_cases(run, operator, scale):
@@ -55,25 +58,41 @@ def measure(run: Run, operator: Elementwise) -> None:
 
 def host_case(run: Run, operator: Elementwise, count: int, step: int = 1) -> Case:
     """Whole calls, from NumPy arrays, or slices of such, to a fresh NumPy array."""
-    sets = [
-        [array[::step] for array in _draw(run, operator, count * abs(step), "float32")]
-        for _ in range(2)
-    ]
+    case = f"{operator.name} of {count_name(count)} float32"
+    if step != 1:
+        case += ", backwards" if step < 0 else f", one of {step} each"
+
+    def slices() -> list[numpy.ndarray]:
+        return [array[::step] for array in _draw(run, operator, count * abs(step), "float32")]
+
+    return _host_case(operator, case, [slices(), slices()])
+
+
+def transposed_case(run: Run, operator: Elementwise, count: int) -> Case:
+    """Whole calls, from square arrays in Fortran's order to a fresh one."""
+    side = math.isqrt(count)
+
+    def turned() -> list[numpy.ndarray]:
+        return [array.reshape(side, side).T for array in _draw(run, operator, side**2, "float32")]
+
+    name = f"{operator.name} of {count_name(count)} float32, transposed"
+    return _host_case(operator, name, [turned(), turned()])
+
+
+def _host_case(operator: Elementwise, name: str, sets: list[list[numpy.ndarray]]) -> Case:
+    first = sets[0][0]
     ours = functools.partial(operator.ours, device="cpu")
     contestants = {"gpuops on the CPU": Contestant(ours), "NumPy": Contestant(operator.numpy)}
-    if operator.torch and step > 0:  # torch has no negative strides
+    if operator.torch and min(first.strides) > 0:  # torch has no negative strides
         contestants |= peers.torch_cpu(operator.name, operator.torch)
         contestants |= peers.torch_from_host(operator.name, operator.torch)
     if gpuops.is_available():
         ours = functools.partial(operator.ours, device="cuda")
         contestants["gpuops on the GPU"] = Contestant(ours)
     targets = []
-    if operator.host_ratio and count >= MEBI:
+    if operator.host_ratio and first.size >= MEBI:
         targets = [Target("gpuops on the CPU", "NumPy", ratio=operator.host_ratio)]
-    name = f"{operator.name} of {count_name(count)} float32"
-    if step != 1:
-        name += ", backwards" if step < 0 else f", one of {step} each"
-    moved = (operator.inputs + 1) * sets[0][0].nbytes
+    moved = (operator.inputs + 1) * first.nbytes
     return Case(name, contestants, operator.numpy, (), sets, moved, None, targets,
                 max(operator.tolerance, 1e-6))  # fmt: skip
 
