@@ -23,16 +23,6 @@ static void note_bad(MadeRows *work, const char *index, const void *value)
     pthread_mutex_unlock(&work->lock);
 }
 
-/* Each index is read once, into a register, and what was checked is what is used: another thread
- * may write to the indices meanwhile. */
-template <class Index>
-static inline Index read_index(const char *at)
-{
-    Index index;
-    memcpy(&index, at, sizeof index);
-    return index;
-}
-
 /* Rows by groups, whose indices are looked at together: that takes half of the time. Ends before
  * the first group with an index beyond the axis, and returns how many rows that were. */
 template <class Index, int WIDTH>
@@ -218,6 +208,8 @@ static void check_range(void *context, int64_t begin, int64_t end)
 {
     MadeRows *work = static_cast<MadeRows *>(context);
     const Gather &gather = *work->gather;
+    const char *first = gather.indices + begin * (int64_t)sizeof(Index);
+    if (!has_bad<Index>(first, end - begin, static_cast<uint64_t>(gather.axis_size))) return;
     for (int64_t i = begin; i < end; i++) {
         const char *place = gather.indices + i * (int64_t)sizeof(Index);
         const Index index = read_index<Index>(place);

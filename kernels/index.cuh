@@ -5,6 +5,8 @@
 
 #include "common.cuh"
 
+#include <string.h>
+
 template <class Index>
 HOST_DEVICE inline bool is_negative(Index index)
 {
@@ -32,6 +34,32 @@ HOST_DEVICE inline int64_t place_of(Index index, int64_t size, Mode mode)
         place += count;
         return place < count ? static_cast<int64_t>(place) : -1;
     }
+}
+
+/* Each index is read once, into a register, and what was checked is what is used: another thread
+ * may write to the indices meanwhile. */
+template <class Index>
+static inline Index read_index(const char *at)
+{
+    Index index;
+    memcpy(&index, at, sizeof index);
+    return index;
+}
+
+/* Whether one of the indices is out of bounds. Both ends show in the highest bit, which leaves the
+ * compiler a loop for vector instructions; no axis has as many as 2^62 places. */
+template <class Index>
+static bool has_bad(const char *indices, int64_t count, uint64_t size)
+{
+    const bool is_signed = static_cast<Index>(-1) < static_cast<Index>(1);
+    const uint64_t from_end = is_signed ? size : 0, largest = size + from_end - 1;
+    uint64_t bits = 0;
+    for (int64_t i = 0; i < count; i++) {
+        const uint64_t at =
+            static_cast<uint64_t>(read_index<Index>(indices + i * sizeof(Index))) + from_end;
+        bits |= at | (largest - at);
+    }
+    return bits >> 63;
 }
 
 /* Calls function with a zero of the type that the dtype names. */

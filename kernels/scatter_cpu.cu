@@ -32,22 +32,6 @@ struct Work {
     int64_t entry_count;
 };
 
-/* Whether one of the indices is out of bounds. Both ends show in the highest bit, which leaves the
- * compiler a loop for vector instructions; no axis has as many as 2^62 places. */
-template <class Index>
-static bool has_bad(const char *indices, int64_t count, uint64_t size)
-{
-    const bool is_signed = static_cast<Index>(-1) < static_cast<Index>(1);
-    const uint64_t from_end = is_signed ? size : 0, largest = size + from_end - 1;
-    uint64_t bits = 0;
-    for (int64_t i = 0; i < count; i++) {
-        const uint64_t at =
-            static_cast<uint64_t>(load<Index>(indices + i * sizeof(Index))) + from_end;
-        bits |= at | (largest - at);
-    }
-    return bits >> 63;
-}
-
 /* Before anything is written. */
 template <class Index>
 static void check_range(void *context, int64_t begin, int64_t end)

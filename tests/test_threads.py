@@ -295,14 +295,14 @@ def test_few_threads_are_woken_for_little_work(cpu_device):
     """As many as have a share of it that is worth it, also when there are more from before."""
     source = """
 started = []
-for count in (1 << 17, 1 << 18, 3 << 17, 1 << 24):
+for count in (3 << 17, 1 << 19, 3 << 18, 1 << 24):
     add(count)
     started.append(len(sleeps()))
 print(*started)
 before = sleeps().sum()
-add(1 << 18, times=200)
+add(1 << 19, times=200)
 # Each time a worker goes to sleep, and before that it may wait for the lock, twice.
-assert sleeps().sum() - before <= 200 * 3 + 100
+assert sleeps().sum() - before <= 3 * 200 * 3 + 100
 """
     output = run_child(cpu_device.gpuops, WOKEN + source, GPUOPS_NUM_THREADS="16")
     assert output.split() == ["0", "15", "15", "15"]  # the first loop starts them all
