@@ -560,6 +560,13 @@ def send(stop):
     while not stop.wait(random.uniform(0.001, 0.01)):
         os.kill(os.getpid(), signal.SIGINT)
 
+def call_until_interrupted(call):  # a function, all of which is within the caller's try
+    global armed
+    armed = True
+    signal.setitimer(signal.ITIMER_REAL, random.uniform(1e-6, 3e-4))
+    while armed:
+        call()
+
 armed, interrupted, turns = False, 0, 0
 for number in (signal.SIGINT, signal.SIGALRM):
     signal.signal(number, handler)
@@ -572,12 +579,8 @@ before = state()
 deadline = time.monotonic() + 2
 while time.monotonic() < deadline:
     turns += 1
-    call = random.choice(calls)
     try:
-        armed = True
-        signal.setitimer(signal.ITIMER_REAL, random.uniform(1e-6, 3e-4))
-        while armed:
-            call()
+        call_until_interrupted(random.choice(calls))
     except Interrupted:
         pass
 signal.setitimer(signal.ITIMER_REAL, 0)
