@@ -11,6 +11,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from operator import getitem
 from typing import Any
 
 import numpy
@@ -74,7 +75,7 @@ def operators() -> dict[str, Operator]:
         return Operator(lambda run, count: _rows(run, count, values), function, **options)
 
     found = {
-        "gather": rows(numpy.take),
+        "gather": rows(getitem),
         "take": rows(numpy.take),
         "take_along_axis": rows(lambda x, i: numpy.take_along_axis(x, i, -1)),
         "scatter": rows(_assign, 1, in_place=True),

@@ -513,8 +513,7 @@ static int cast_input(Operand *input, const View *view, PyArray_Descr *descr)
 {
     PyArrayObject *cast;
     if (view->weak != WEAK_NOT) {
-        Py_INCREF((PyObject *)descr);
-        cast = (PyArrayObject *)PyArray_FromAny(input->object, descr, 0, 0, 0, NULL);
+        cast = array_of_number(input->object, descr);
     } else {
         View like;
         view_copy(&like, view);

@@ -155,6 +155,8 @@ static inline State *state_of(PyTypeObject *type)
 
 /* view.c */
 PyArrayObject *array_of_object(PyObject *object, const char *name);
+/* Without dimensions. NumPy sees to it that the number fits the dtype. */
+PyArrayObject *array_of_number(PyObject *number, PyArray_Descr *descr);
 PyArrayObject *as_indices(PyObject *object, const char *name);
 PyArrayObject *as_output(PyObject *object, const char *name);
 /* Fails for elements that are more than their bytes; without a name there is no array yet. */

@@ -1,6 +1,8 @@
 /* NumPy arrays as views; the dtype table. */
 #include "core.h"
 
+#include <math.h>
+
 /* Indexed by NumPy's type number. */
 static const struct {
     Dtype dtype;
@@ -121,8 +123,56 @@ static PyArrayObject *array_of_buffer(PyObject *object)
     return array;
 }
 
+/* What takes no search of NumPy's: the usual numbers, to the bytes of a dtype. False: that is to be
+ * NumPy's, as are errors and warnings. Integers become doubles first, as they do there. */
+static bool write_number(PyObject *number, int type, void *bytes)
+{
+    const bool is_integer = PyLong_CheckExact(number);
+    int overflow = 0;
+    const long long integer = is_integer ? PyLong_AsLongLongAndOverflow(number, &overflow) : 0;
+    if (overflow != 0 || (!is_integer && !PyFloat_CheckExact(number))) return false;
+    const double parts[2] = {is_integer ? (double)integer : PyFloat_AsDouble(number), 0};
+    const float narrow[2] = {(float)parts[0], 0};
+    switch (type) {
+    case NPY_INT64:
+        memcpy(bytes, &integer, sizeof integer);
+        return is_integer;
+    case NPY_DOUBLE:
+    case NPY_CDOUBLE:
+        memcpy(bytes, parts, sizeof parts);
+        return true;
+    case NPY_FLOAT:
+    case NPY_CFLOAT:
+        memcpy(bytes, narrow, sizeof narrow);
+        return !isinf(narrow[0]) || isinf(parts[0]);
+    default:
+        return false;
+    }
+}
+
+PyArrayObject *array_of_number(PyObject *number, PyArray_Descr *descr)
+{
+    char bytes[2 * sizeof(double)]; /* those of complex128 */
+    Py_INCREF((PyObject *)descr);   /* which both of these take away */
+    if (!write_number(number, descr->type_num, bytes))
+        return (PyArrayObject *)PyArray_FromAny(number, descr, 0, 0, 0, NULL);
+    PyArrayObject *array =
+        (PyArrayObject *)PyArray_NewFromDescr(&PyArray_Type, descr, 0, NULL, NULL, NULL, 0, NULL);
+    if (array != NULL) memcpy(PyArray_DATA(array), bytes, (size_t)PyDataType_ELSIZE(descr));
+    return array;
+}
+
 PyArrayObject *array_of_object(PyObject *object, const char *name)
 {
+    int overflow = 0;
+    const bool is_integer = PyLong_CheckExact(object);
+    if (is_integer) (void)PyLong_AsLongLongAndOverflow(object, &overflow);
+    if (overflow == 0 && (is_integer || PyFloat_CheckExact(object))) {
+        PyArray_Descr *descr = PyArray_DescrFromType(is_integer ? NPY_INT64 : NPY_DOUBLE);
+        PyArrayObject *array = descr == NULL ? NULL : array_of_number(object, descr);
+        Py_XDECREF((PyObject *)descr);
+        return array;
+    }
     if (PyArray_Check(object)) {
         /* A masked array is more than its data, and what its mask hides must not come back. */
         const int is_masked = has_attribute(object, "_mask");

@@ -110,6 +110,24 @@ def test_a_python_integer_beside_floats_may_be_of_any_size(function, peer):
         assert_same_product(function(x, 10**30), peer(x, 10**30), peer)
 
 
+@pytest.mark.parametrize("dtype", ["f2", "f4", "f8", "c8", "c16"])
+def test_python_scalars_at_the_edges_of_dtypes(function, peer, dtype):
+    """Rounded as NumPy rounds them, and warned of where NumPy warns."""
+    x = np.array([1.0, -1.5, 0.0], dtype)
+    odd = [2**24 + 1, 2**53 - 1, 2**53, 2**53 + 1, 2**62 + 1, 2**63 - 1, 2**63, 2**64 - 1]
+    real = [-0.0, 5e-324, 1e-46, 6e-8, 65519.0, 65520.0, 3.4028235677973366e38, 3.5e38, 1e300]
+    for scalar in [*odd, *(-number for number in odd), *real, np.inf, -np.inf, np.nan]:
+        results, casts = [], []
+        for called in (function, peer):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                results.append(called(x, scalar))
+            casts.append({str(one.message) for one in caught if "cast" in str(one.message)})
+        assert casts[0] == casts[1], scalar
+        with np.errstate(all="ignore"):
+            assert_same_product(*results, peer)
+
+
 def test_an_array_that_changes_when_a_cast_warns(gpuops, monkeypatch):
     """Whoever shows warnings can change the arrays of the call, which must not go unnoticed."""
     x = np.zeros(4096, np.float16)
