@@ -60,9 +60,8 @@ Status fail_dtype(const Call *call, const char *expected);
 #define EACH_LOOP _Pragma("GCC ivdep")
 
 constexpr int EACH_BUFFER_ITEMS = 512;
-/* Of the result, what is worth another thread's while. Fewer of these one does alone sooner than
- * with others, who have to wake, and to fetch what lies in its caches. */
-constexpr int64_t EACH_LIGHT_BYTES = 512 << 10, EACH_HEAVY_BYTES = 256 << 10, EACH_FEW_GRAINS = 4;
+/* Of the result, what is worth another thread's while. */
+constexpr int64_t EACH_LIGHT_BYTES = 512 << 10, EACH_HEAVY_BYTES = 256 << 10;
 
 /* The stretches that have a loop of their own, by which inputs move on while the others repeat one
  * element: all do, or one of two is a scalar, or the first of three, as the factor of saxpy is. */
@@ -270,8 +269,7 @@ static void each_in_threads(EachLoops *loops, RangeFunction function)
     int64_t items = 1;
     for (int i = 0; i < loops->ndim; i++) items *= loops->counts[i];
     constexpr int64_t GRAIN_BYTES = Function::IS_HEAVY ? EACH_HEAVY_BYTES : EACH_LIGHT_BYTES;
-    constexpr int64_t GRAIN = GRAIN_BYTES / (int64_t)sizeof(T), FEW = EACH_FEW_GRAINS * GRAIN;
-    parallel_for(items, items < FEW ? FEW : GRAIN, function, loops);
+    parallel_for(items, grain_of_cached(items, GRAIN_BYTES / (int64_t)sizeof(T)), function, loops);
 }
 
 template <class Function, class T>

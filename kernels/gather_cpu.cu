@@ -347,7 +347,10 @@ Status gather_on_cpu(const Call *call, const Gather &gather, int64_t index_count
             parallel_for(index_count, GRAIN_BYTES / (int64_t)sizeof(Index), check_range<Index>,
                          &work);
         if (work.bad == NULL && gather.row_bytes > 0)
-            parallel_for(rows, GRAIN_BYTES / (gather.row_bytes + (work.prefetch ? 64 : 16)) + 1,
+            parallel_for(rows,
+                         work.prefetch
+                             ? GRAIN_BYTES / (gather.row_bytes + 64) + 1
+                             : grain_of_cached(rows, GRAIN_BYTES / (gather.row_bytes + 16) + 1),
                          gather_range_for<Index>(gather.row_bytes), &work);
     });
     pthread_mutex_destroy(&work.lock);

@@ -654,6 +654,13 @@ void parallel_for(int64_t count, int64_t grain, RangeFunction function, void *co
  * is taken, and there is nothing to end. */
 bool parallel_begin(int64_t count, int64_t grain, RangeFunction function, void *context);
 void parallel_end(void);
+/* The grain for work on what lies in the caller's caches: a few of these it has done alone sooner
+ * than with others, who have to wake, and to fetch what they need from there. */
+static inline int64_t grain_of_cached(int64_t count, int64_t grain)
+{
+    enum { FEW = 4 };
+    return count < FEW * grain ? FEW * grain : grain;
+}
 
 /* The instructions that the processor has, and the user lets the CPU backend use. */
 enum { CPU_LEVEL_1 = 1, CPU_LEVEL_3 = 3, CPU_LEVEL_4 = 4 };
