@@ -19,7 +19,7 @@ import numpy
 import gpuops
 from gpuops import _core
 
-from .harness import Case, Contestant, Run, byte_name, count_name, memory_free
+from .harness import Case, Contestant, Run, byte_name, count_name, duration, memory_free
 
 try:
     from scipy import ndimage
@@ -30,6 +30,7 @@ AUTO, CPU, GPU = 'gpuops, device="auto"', "gpuops on the CPU", "gpuops on the GP
 LARGEST, LARGEST_OF_SUMS, LARGEST_QUICK = 28, 24, 14
 NUMPY_RATIO, BEST_RATIO = 1.05, 1.15
 CASE_SECONDS = 1.0
+FACTOR = numpy.float32(2.5)  # of saxpy
 # Of the page-locked table in float32, quick and not; the width of its rows and how many are taken.
 TABLE, TABLE_QUICK = 1 << 28, 1 << 20
 TABLE_ROWS = ((1, 1 << 10), (1, 1 << 20), (256, 16), (256, 1 << 10), (256, 1 << 19))
@@ -82,7 +83,7 @@ def operators() -> dict[str, Operator]:
         "scatter_add": rows(numpy.add.at, 1, in_place=True),
         "add": elements(2, numpy.add),
         "multiply": elements(2, numpy.multiply),
-        "saxpy": elements(2, lambda x, y: numpy.float32(2.5) * x + y),
+        "saxpy": elements(2, lambda x, y: FACTOR * x + y),
         "sigmoid": elements(1, lambda x: 1 / (1 + numpy.exp(-x))),
         "sigmoid_backward": elements(2, lambda grad, y: grad * y * (1 - y)),
         "matmul": Operator(
@@ -110,12 +111,26 @@ def measure(run: Run) -> None:
         for name, operator in operators().items():
             for case in cases(run, name, operator):
                 run.measure(case)
+                note_expected(run, name, case)
         if gpuops.is_available():
             for case in page_locked_cases(run):
                 run.measure(case)
+                note_expected(run, "gather", case)
     run.case_seconds = seconds
     if not run.quick:
         summarize(run, run.cases[first:])
+
+
+def note_expected(run: Run, name: str, case: Case) -> None:
+    """Put beside what was measured what the cost model expects, by which auto has chosen."""
+    arguments = [*case.fixed, *case.varying[0]]
+    if name == "saxpy":
+        arguments.insert(0, FACTOR)
+    found = gpuops.explain(name, *arguments, device="auto")
+    expected = {each.way: each.seconds for each in found.candidates if each.seconds is not None}
+    run.cases[-1]["expected"] = {"chosen": found.chosen.way, "seconds": expected}
+    texts = [f"{duration(seconds)} for {way}" for way, seconds in expected.items()]
+    run.say(f"  expected: {', '.join(texts) or 'nothing'}; chosen: {found.chosen.way}")
 
 
 def cases(run: Run, name: str, operator: Operator) -> Iterator[Case]:
@@ -152,7 +167,7 @@ def case_of(run: Run, name: str, operator: Operator, count: int) -> Case:
     inputs = operator.inputs(run, count)
     ours = getattr(gpuops, name)
     if name == "saxpy":
-        ours = functools.partial(ours, numpy.float32(2.5))
+        ours = functools.partial(ours, FACTOR)
 
     def contestant(function: Callable[..., Any], **options: Any) -> Contestant:
         if not operator.in_place:

@@ -36,7 +36,7 @@ static int64_t copy_groups(char *out, const char *x, const char *indices, int64_
         bool is_beyond = false;
         for (int k = 0; k < GROUP; k++) {
             const char *at = indices + (i + k) * (int64_t)sizeof(Index);
-            places[k] = static_cast<uint64_t>(read_index<Index>(at));
+            places[k] = static_cast<uint64_t>(load_unaligned<Index>(at));
             is_beyond |= places[k] >= size;
         }
         if (is_beyond) { /* or negative, which is a large number here */
@@ -80,13 +80,13 @@ static bool copy_rows(MadeRows *work, const Loop &loop, char *out, const char *x
     for (; i < count; i++) {
         if (i + ahead < count) {
             /* A prefetch cannot fault, so this index may be anything. */
-            Index index = read_index<Index>(indices + (i + ahead) * index_step);
+            Index index = load_unaligned<Index>(indices + (i + ahead) * index_step);
             uintptr_t row = reinterpret_cast<uintptr_t>(x) +
                             static_cast<uint64_t>(index) * static_cast<uint64_t>(axis_stride);
             for (size_t byte = 0; byte < row_bytes && byte < PREFETCH_BYTES; byte += 64)
                 __builtin_prefetch(reinterpret_cast<const char *>(row + byte));
         }
-        const Index index = read_index<Index>(indices + i * index_step);
+        const Index index = load_unaligned<Index>(indices + i * index_step);
         uint64_t place = static_cast<uint64_t>(index);
         if (is_negative(index)) place += from_end;
         const char *row = gather.fill;
@@ -118,7 +118,7 @@ static bool copy_any(MadeRows *work, const Loop &loop, char *out, const char *x,
     /* Where the loop does not move the indices, one serves the whole stretch. */
     const int64_t same = loop.index == 0 ? count : 1;
     for (int64_t i = 0; i < count; i += same) {
-        const Index index = read_index<Index>(indices + i * loop.index);
+        const Index index = load_unaligned<Index>(indices + i * loop.index);
         const int64_t place = place_of(index, gather.axis_size, gather.mode);
         if (place < 0 && gather.mode != MODE_FILL) {
             note_bad(work, indices + i * loop.index, &index);
@@ -212,7 +212,7 @@ static void check_range(void *context, int64_t begin, int64_t end)
     if (!has_bad<Index>(first, end - begin, static_cast<uint64_t>(gather.axis_size))) return;
     for (int64_t i = begin; i < end; i++) {
         const char *place = gather.indices + i * (int64_t)sizeof(Index);
-        const Index index = read_index<Index>(place);
+        const Index index = load_unaligned<Index>(place);
         if (place_of(index, gather.axis_size, MODE_RAISE) < 0) {
             note_bad(work, place, &index);
             return;
@@ -308,7 +308,7 @@ static void scan_range(void *context, int64_t begin, int64_t end)
         if (scan->copy != scan->indices)
             memcpy(scan->copy + offset, scan->indices + offset, (size_t)count * sizeof(Index));
         for (int64_t i = 0; i < count; i++) {
-            const Index index = read_index<Index>(scan->copy + offset + i * sizeof(Index));
+            const Index index = load_unaligned<Index>(scan->copy + offset + i * sizeof(Index));
             const int64_t place = place_of(index, gather.axis_size, gather.mode);
             if (place < 0) continue;
             if (place < first) first = place;

@@ -36,14 +36,14 @@ HOST_DEVICE inline int64_t place_of(Index index, int64_t size, Mode mode)
     }
 }
 
-/* Each index is read once, into a register, and what was checked is what is used: another thread
- * may write to the indices meanwhile. */
-template <class Index>
-static inline Index read_index(const char *at)
+/* From any address, on the CPU. Each index is read once, into a register, and what was checked is
+ * what is used: another thread may write to the indices meanwhile. */
+template <class T>
+static inline T load_unaligned(const char *at)
 {
-    Index index;
-    memcpy(&index, at, sizeof index);
-    return index;
+    T value;
+    memcpy(&value, at, sizeof value);
+    return value;
 }
 
 /* Whether one of the indices is out of bounds. Both ends show in the highest bit, which leaves the
@@ -56,7 +56,7 @@ static bool has_bad(const char *indices, int64_t count, uint64_t size)
     uint64_t bits = 0;
     for (int64_t i = 0; i < count; i++) {
         const uint64_t at =
-            static_cast<uint64_t>(read_index<Index>(indices + i * sizeof(Index))) + from_end;
+            static_cast<uint64_t>(load_unaligned<Index>(indices + i * sizeof(Index))) + from_end;
         bits |= at | (largest - at);
     }
     return bits >> 63;

@@ -42,7 +42,7 @@ static void check_range(void *context, int64_t begin, int64_t end)
     if (!has_bad<Index>(first, end - begin, static_cast<uint64_t>(scatter.axis_size))) return;
     for (int64_t i = begin; i < end; i++) {
         const char *at = scatter.indices + i * (int64_t)sizeof(Index);
-        const Index index = load<Index>(at);
+        const Index index = load_unaligned<Index>(at);
         if (place_of(index, scatter.axis_size, MODE_RAISE) >= 0) continue;
         pthread_mutex_lock(&work->lock);
         if (work->bad == NULL || at < work->bad) {
@@ -94,8 +94,8 @@ struct Add {
         const int64_t count = COUNT > 0 ? COUNT : row_bytes / (int64_t)sizeof(T);
         constexpr int64_t STEP = sizeof(T);
         for (int64_t i = 0; i < count; i++)
-            store<T>(x + i * STEP,
-                     static_cast<T>(load<T>(x + i * STEP) + load<T>(value + i * STEP)));
+            store_unaligned<T>(x + i * STEP, static_cast<T>(load_unaligned<T>(x + i * STEP) +
+                                                            load_unaligned<T>(value + i * STEP)));
     }
 };
 
@@ -110,7 +110,7 @@ static int find_places(const Scatter &scatter, int64_t first, int count, int64_t
     const uint64_t from_end = scatter.mode == MODE_CLIP || scatter.mode == MODE_WRAP ? 0 : size;
     int found = 0;
     for (int i = 0; i < count; i++) {
-        const Index index = load<Index>(indices + i * sizeof(Index));
+        const Index index = load_unaligned<Index>(indices + i * sizeof(Index));
         uint64_t place = static_cast<uint64_t>(index);
         if (is_negative(index)) place += from_end;
         if (__builtin_expect(place >= size, 0))
@@ -216,14 +216,15 @@ static void put_numbers(const Work *work)
     for (int64_t i = 0; i < count; i++, values += stride) {
         if (LARGE && i + PREFETCH_DISTANCE < count) {
             /* A prefetch cannot fault, so this index may be anything. */
-            const Index next = load<Index>(indices + (i + PREFETCH_DISTANCE) * sizeof(Index));
+            const Index next =
+                load_unaligned<Index>(indices + (i + PREFETCH_DISTANCE) * sizeof(Index));
             __builtin_prefetch(
                 reinterpret_cast<const char *>(reinterpret_cast<uintptr_t>(table) +
                                                static_cast<uint64_t>(next) *
                                                    static_cast<uint64_t>(axis_stride)),
                 1);
         }
-        const Index index = load<Index>(indices + i * (int64_t)sizeof(Index));
+        const Index index = load_unaligned<Index>(indices + i * (int64_t)sizeof(Index));
         uint64_t place = static_cast<uint64_t>(index);
         if (__builtin_expect(place >= size, 0)) { /* or negative, which is a large number here */
             const int64_t other = place_of(index, scatter.axis_size, scatter.mode);
@@ -231,8 +232,8 @@ static void put_numbers(const Work *work)
             place = static_cast<uint64_t>(other);
         }
         char *x = table + static_cast<int64_t>(place) * axis_stride;
-        const T number = load<T>(values);
-        store<T>(x, ADDS ? static_cast<T>(load<T>(x) + number) : number);
+        const T number = load_unaligned<T>(values);
+        store_unaligned<T>(x, ADDS ? static_cast<T>(load_unaligned<T>(x) + number) : number);
     }
 }
 
@@ -251,7 +252,7 @@ static void put_numbers_of(const Work *work)
  * one worker. */
 static bool ranges_pay(const Work *work)
 {
-    constexpr int64_t LARGE_COUNT = 128 << 10, COUNT = 512 << 10, PLACES = 1 << 10;
+    constexpr int64_t LARGE_COUNT = 128 << 10, COUNT = 256 << 10, PLACES = 1 << 10;
     constexpr int WORKERS = 8;
     const int64_t count = work->scatter->index_count, places = work->scatter->axis_size;
     int threads = 1;
@@ -352,14 +353,14 @@ static void sum_segment(const Scatter &scatter, const Entry *entries, int64_t co
             const int64_t some = items - begin < SUMS ? items - begin : SUMS;
             char *to = x + begin * (int64_t)sizeof(T);
             for (int64_t i = 0; i < some; i++)
-                sums[i] = static_cast<float>(load<T>(to + i * sizeof(T)));
+                sums[i] = static_cast<float>(load_unaligned<T>(to + i * sizeof(T)));
             for (int64_t k = 0; k < count; k++) {
                 const char *from =
                     values + value_offset(scatter, entries[k].element) + begin * (int64_t)sizeof(T);
                 for (int64_t i = 0; i < some; i++)
-                    sums[i] += static_cast<float>(load<T>(from + i * sizeof(T)));
+                    sums[i] += static_cast<float>(load_unaligned<T>(from + i * sizeof(T)));
             }
-            for (int64_t i = 0; i < some; i++) store<T>(to + i * sizeof(T), T(sums[i]));
+            for (int64_t i = 0; i < some; i++) store_unaligned<T>(to + i * sizeof(T), T(sums[i]));
         }
     }
 }

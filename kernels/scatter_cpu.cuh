@@ -11,15 +11,7 @@ constexpr int64_t GRAIN_BYTES = 512 << 10; /* what is worth waking a thread for 
 constexpr int PREFETCH_DISTANCE = 24;
 
 template <class T>
-static inline T load(const char *at)
-{
-    T value;
-    memcpy(&value, at, sizeof value);
-    return value;
-}
-
-template <class T>
-static inline void store(char *at, T value)
+static inline void store_unaligned(char *at, T value)
 {
     memcpy(at, &value, sizeof value);
 }

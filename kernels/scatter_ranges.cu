@@ -109,7 +109,7 @@ static void deal_part(const Deal<Payload> &deal, int part)
     /* Here, where they share no cache line with those of another part. */
     Bucket<Payload> buckets[MOST_RANGES + 1] = {};
     for (int64_t i = begin; i < end; i++) {
-        const Index index = load<Index>(scatter.indices + i * (int64_t)sizeof(Index));
+        const Index index = load_unaligned<Index>(scatter.indices + i * (int64_t)sizeof(Index));
         uint64_t place = static_cast<uint64_t>(index);
         if (__builtin_expect(place >= size, 0)) { /* or negative, which is a large number here */
             const int64_t other = place_of(index, scatter.axis_size, scatter.mode);
@@ -125,7 +125,7 @@ static void deal_part(const Deal<Payload> &deal, int part)
         if constexpr (std::is_same<Payload, Element>::value)
             entry->payload = {i};
         else
-            entry->payload = load<Payload>(scatter.values + i * stride);
+            entry->payload = load_unaligned<Payload>(scatter.values + i * stride);
     }
     for (int range = 0; range < deal.ranges; range++) {
         if (buckets[range].last != NULL)
@@ -188,7 +188,8 @@ struct PutNumbers {
                     __builtin_prefetch(x + entries[i + PREFETCH_DISTANCE].place * stride, 1);
                 char *to = x + entries[i].place * stride;
                 const T number = entries[i].payload;
-                store<T>(to, ADDS ? static_cast<T>(load<T>(to) + number) : number);
+                store_unaligned<T>(to,
+                                   ADDS ? static_cast<T>(load_unaligned<T>(to) + number) : number);
             }
         });
     }
@@ -217,7 +218,8 @@ struct SumRows {
                     is_named[place] = true;
                     named[named_count++] = place;
                     for (int64_t i = 0; i < items; i++)
-                        sums[i] = static_cast<float>(load<T>(x + place * stride + i * STEP));
+                        sums[i] =
+                            static_cast<float>(load_unaligned<T>(x + place * stride + i * STEP));
                 }
                 if constexpr (std::is_same<Payload, Element>::value) {
                     const auto row_of = [&](int entry) {
@@ -227,7 +229,7 @@ struct SumRows {
                     if (k + ROWS_AHEAD < count) __builtin_prefetch(row_of(k + ROWS_AHEAD));
                     const char *row = row_of(k);
                     for (int64_t i = 0; i < items; i++)
-                        sums[i] += static_cast<float>(load<T>(row + i * STEP));
+                        sums[i] += static_cast<float>(load_unaligned<T>(row + i * STEP));
                 } else {
                     sums[0] += static_cast<float>(entries[k].payload);
                 }
@@ -237,7 +239,7 @@ struct SumRows {
             const uint32_t place = named[k];
             is_named[place] = false;
             for (int64_t i = 0; i < items; i++)
-                store<T>(x + place * stride + i * STEP, T(all_sums[place * items + i]));
+                store_unaligned<T>(x + place * stride + i * STEP, T(all_sums[place * items + i]));
         }
     }
 };

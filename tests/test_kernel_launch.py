@@ -18,6 +18,7 @@ from rtc import (
     SAXPY_TYPES,
     cubin,
     load,
+    open_nvrtc,
     own_architecture,
     page_locked,
     random_pair,
@@ -812,6 +813,7 @@ def test_a_launch_in_a_capture(gpu):
     """The module of a kernel that may be in a graph is never unloaded."""
     if gpu.fake is None:
         pytest.skip("torch's graphs are tested elsewhere")
+    open_nvrtc(gpu.gpuops)
     script = CAPTURE.replace("FOLDER", repr(str(gpu.fake.path.parent)))
     lines = run_child(gpu.gpuops, script).splitlines()
     assert "what is on the host cannot take part in that" in lines[0]
@@ -852,6 +854,7 @@ def test_a_launch_in_a_graph_of_torch(cuda_device):
 
 
 def test_an_address_that_is_wrong_loses_the_device_to_its_process(cuda_device):
+    open_nvrtc(cuda_device.gpuops)
     script = f"""{LOADED}
 kernel[1, 1](1.0, gpuops.Pointer(16), gpuops.Pointer(16), 1)
 for use in (gpuops.synchronize, lambda: module["saxpy"]):
@@ -1131,6 +1134,7 @@ def test_threads_launch_at_once(gpu):
 
 
 def test_a_module_after_a_fork(gpu):
+    open_nvrtc(gpu.gpuops)
     script = f"""{LOADED}
 import os
 import warnings
@@ -1157,6 +1161,7 @@ print(os.wait()[1])
 
 
 def test_launches_that_block(fake_device):
+    open_nvrtc(fake_device.gpuops)
     script = f"""{LOADED}
 from faults.fake import Fake
 fake = Fake({str(fake_device.fake.path.parent)!r})
