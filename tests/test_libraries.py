@@ -1234,8 +1234,9 @@ def test_a_bad_index_in_a_replay(torch, gpuops):
 def test_cupy_captures(cupy, gpuops):
     stream = cupy.cuda.Stream(non_blocking=True)
     given = gpuops.Stream.from_external(Handle(stream.ptr))
-    x, places, out = cupy.zeros(1000, "f4"), cupy.zeros(100, "i4"), cupy.zeros(100, "f4")
-    ours, our_places = gpuops.asarray(x), gpuops.asarray(places)
+    with stream:  # which does not wait for another that has yet to fill them
+        x, places, out = cupy.zeros(1000, "f4"), cupy.zeros(100, "i4"), cupy.zeros(100, "f4")
+        ours, our_places = gpuops.asarray(x), gpuops.asarray(places)
     our_out = gpuops.zeros(100, "f4")
 
     def call():
