@@ -344,8 +344,9 @@ Status gather_on_cpu(const Call *call, const Gather &gather, int64_t index_count
         int64_t rows = gather_rows(gather);
         /* The caller's own memory is not to be touched before all indices are known to be good. */
         if (gather.mode == MODE_RAISE && (!call->out_is_fresh || rows * gather.row_bytes == 0))
-            parallel_for(index_count, GRAIN_BYTES / (int64_t)sizeof(Index), check_range<Index>,
-                         &work);
+            parallel_for(index_count,
+                         grain_of_cached(index_count, GRAIN_BYTES / (int64_t)sizeof(Index)),
+                         check_range<Index>, &work);
         if (work.bad == NULL && gather.row_bytes > 0)
             parallel_for(rows,
                          work.prefetch

@@ -249,19 +249,22 @@ static void put_numbers_of(const Work *work)
 }
 
 /* Whether to deal out so many numbers by range costs less than to wait for memory, or than to have
- * one worker. */
+ * one worker. What it costs is shared by the workers; the wait grows with the table. */
 static bool ranges_pay(const Work *work)
 {
     constexpr int64_t LARGE_COUNT = 128 << 10, COUNT = 256 << 10, PLACES = 1 << 10;
-    constexpr int WORKERS = 8;
+    constexpr int64_t FAR_BYTES = 4 << 20; /* of a table for which two workers are enough */
+    constexpr int WORKERS = 4, MANY_WORKERS = 8;
     const int64_t count = work->scatter->index_count, places = work->scatter->axis_size;
     int threads = 1;
     if (count < LARGE_COUNT) return false;
     (void)cpu_threads(&threads);
-    return work->prefetch ? threads > 1 : threads >= WORKERS && count >= COUNT && places >= PLACES;
+    if (threads < WORKERS) return threads > 1 && places > FAR_BYTES / work->scatter->row_bytes;
+    if (work->prefetch) return true;
+    return threads >= MANY_WORKERS && count >= COUNT && places >= PLACES;
 }
 
-/* False where an index does not name one number, or is of a rare type: nothing was done. */
+/* False where an index does not name one T, or is of a rare type: nothing was done. */
 template <class T, bool ADDS>
 static bool put_quickly(const Work *work)
 {
@@ -289,7 +292,7 @@ static void write_rows(Work *work)
     case 8:
         return put_quickly<uint64_t, false>(work) ? void() : run_rows<Write<8>>(work);
     case 16:
-        return run_rows<Write<16>>(work);
+        return put_quickly<Pair<uint64_t>, false>(work) ? void() : run_rows<Write<16>>(work);
     default:
         return run_rows<Write<0>>(work);
     }
@@ -300,6 +303,8 @@ static void add_rows(Work *work)
 {
     const int64_t count = work->scatter->row_bytes / (int64_t)sizeof(T);
     if (put_quickly<T, true>(work)) return;
+    if constexpr (std::is_floating_point<T>::value)
+        if (put_quickly<Pair<T>, true>(work)) return;
     if (count == 1)
         run_rows<Add<T, 1>>(work);
     else if (count == 2)
@@ -475,7 +480,8 @@ Status scatter_on_cpu(const Call *call, const Scatter &scatter)
         using Index = decltype(zero);
         work.find = find_places<Index>;
         if (scatter.mode == MODE_RAISE)
-            parallel_for(scatter.index_count, GRAIN_BYTES / (int64_t)sizeof(Index),
+            parallel_for(scatter.index_count,
+                         grain_of_cached(scatter.index_count, GRAIN_BYTES / (int64_t)sizeof(Index)),
                          check_range<Index>, &work);
     });
     pthread_mutex_destroy(&work.lock);

@@ -46,6 +46,17 @@ static inline int64_t share(int64_t count, int64_t number, int64_t parts)
     return count / parts * number + count % parts * number / parts;
 }
 
+/* Two numbers that are moved as one: those of a complex number, or of a row. */
+template <class T>
+struct Pair {
+    T first, second;
+
+    Pair operator+(Pair other) const
+    {
+        return {static_cast<T>(first + other.first), static_cast<T>(second + other.second)};
+    }
+};
+
 /* Whether an index names one number of so many bytes, and nothing else. */
 static inline bool is_of_numbers(const Scatter &scatter, size_t bytes)
 {
@@ -53,9 +64,9 @@ static inline bool is_of_numbers(const Scatter &scatter, size_t bytes)
            scatter.axis_ndim <= 1 && scatter.row_bytes == (int64_t)bytes;
 }
 
-/* scatter_ranges.cu, for single numbers, and for rows of 16-bit floats without other loops than
- * over indices, along an axis of one stride. False: there is no memory for it, and nothing was
- * done. */
+/* scatter_ranges.cu, for what is put quickly (scatter_cpu.cu), and for rows of 16-bit floats
+ * without other loops than over indices, along an axis of one stride. False: there is no memory for
+ * it, and nothing was done. */
 bool put_by_ranges(const Scatter &scatter);
 
 #endif

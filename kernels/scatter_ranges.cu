@@ -330,6 +330,12 @@ static bool put_numbers(const Scatter &scatter)
 }
 
 template <class T>
+static bool put_floats(const Scatter &scatter)
+{
+    return scatter.row_bytes == sizeof(T) ? put_numbers<T>(scatter) : put_numbers<Pair<T>>(scatter);
+}
+
+template <class T>
 static bool sum_rows(const Scatter &scatter)
 {
     const int64_t place_bytes = scatter.row_bytes / (int64_t)sizeof(T) * (int64_t)sizeof(float);
@@ -347,9 +353,9 @@ bool put_by_ranges(const Scatter &scatter)
         case DTYPE_BFLOAT16:
             return sum_rows<BFloat16>(scatter);
         case DTYPE_FLOAT32:
-            return put_numbers<float>(scatter);
+            return put_floats<float>(scatter);
         case DTYPE_FLOAT64:
-            return put_numbers<double>(scatter);
+            return put_floats<double>(scatter);
         default:
             break;
         }
@@ -361,7 +367,9 @@ bool put_by_ranges(const Scatter &scatter)
         return put_numbers<uint16_t>(scatter);
     case 4:
         return put_numbers<uint32_t>(scatter);
-    default:
+    case 8:
         return put_numbers<uint64_t>(scatter);
+    default:
+        return put_numbers<Pair<uint64_t>>(scatter);
     }
 }

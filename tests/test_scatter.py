@@ -290,13 +290,15 @@ def refuse(x, indices, values):
 
 @pytest.mark.parametrize("dtype", MOVED, ids=str)
 @pytest.mark.filterwarnings("ignore::numpy.exceptions.ComplexWarning")
-def test_what_is_only_moved_is_cast_by_numpy(gpuops, dtype):
+def test_what_is_only_moved_is_cast_by_numpy(gpuops, device, dtype):
     """Where 'same_kind' allows it, an assignment's result or its error; else TypeError."""
     dtype, refused = as_dtype(dtype), 0
     for other in [*MOVED, *OTHERS]:
         other = as_dtype(other)
         values = elements(other)
         for x_dtype, given in ((dtype, values), (dtype, values[0]), (other, elements(dtype))):
+            if device.fake and x_dtype.char == "g" and given.ndim == 0:
+                continue  # which takes for addresses what is in the bytes that mean nothing
             foreign = not (x_dtype.isnative and given.dtype.isnative)
             casts = np.can_cast(given.dtype, x_dtype, "same_kind") and not foreign
             expected = outcome(setitem if casts else refuse, given, np.zeros(5, x_dtype))
