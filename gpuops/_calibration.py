@@ -24,9 +24,9 @@ from . import _cache, _core
 _SIDES = {"small": 64, "large": 256, "far": 813}
 _INTEGERS = 64
 _MOST_DOT_BYTES = 16 << 10  # MOST_BYTES of csrc/matmul.c
-_MOST_RUNS = 4
+_LEAST_RUNS, _MOST_RUNS = 5, 8
 _ENOUGH_SECONDS = 1e-3
-# What takes as long as this is hardly disturbed, and runs once.
+# What takes as long as this is hardly disturbed, and runs twice.
 _LONG_SECONDS = 10e-3
 
 # OpenBLAS looks for work for some 100 ms, MKL for 200.
@@ -159,8 +159,10 @@ def _seconds_of_product(matrix: numpy.ndarray) -> float:
 def _fastest(call: Callable[[], object]) -> float:
     times: list[float] = []
     for _ in range(_MOST_RUNS):
-        # The first run may have started threads, or waited for others, and is not enough then.
-        if times and (times[0] >= _LONG_SECONDS or sum(times[1:]) >= _ENOUGH_SECONDS):
+        # The first runs may have started threads, or waited for others, and are not enough then.
+        if len(times) > 1 and min(times) >= _LONG_SECONDS:
+            break
+        if len(times) >= _LEAST_RUNS and sum(times[1:]) >= _ENOUGH_SECONDS:
             break
         started = time.perf_counter()
         call()

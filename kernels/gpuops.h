@@ -465,9 +465,11 @@ enum {
     RATE_GPU_DOUBLE_FACTOR,                              /* sums of float64 on the GPU, */
     RATE_GPU_SHORT_FACTOR,                               /* and of 16-bit floats */
     RATE_UP_SMALL,                                       /* a byte of short copies, */
+    RATE_UP_MIDDLE,                                      /* of longer ones, */
     RATE_UP_LARGE,                                       /* of long ones, */
     RATE_UP_FAR,     /* and of what is longer, each byte beyond these; */
     RATE_DOWN_SMALL, /* the same of copies down; */
+    RATE_DOWN_MIDDLE,
     RATE_DOWN_LARGE,
     RATE_DOWN_FAR,
     RATE_UP_LOCKED,  /* a byte of long copies from page-locked memory; */
@@ -487,8 +489,11 @@ enum {
     FAR_SUMS = 1 << 29,
 };
 const char *rate_name(int rate, char *text, size_t size);
-/* Of a copy in one of the directions, whose three rates these are. */
-double copy_seconds(const double rates[3], double bytes);
+/* Of a copy in one of the directions, whose rates these are: for copies of so many bytes, and for
+ * each byte beyond the last of these. */
+enum { COPY_SIZES = 3 };
+extern const int64_t COPY_BYTES[COPY_SIZES];
+double copy_seconds(const double rates[COPY_SIZES + 1], double bytes);
 
 /* What is known of a machine, by device; DEVICE_CPU: of one without a GPU. */
 typedef enum Measured { MEASURED_NOT, MEASURED_UNDER_WAY, MEASURED_FAILED, MEASURED } Measured;

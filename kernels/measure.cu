@@ -11,8 +11,8 @@
  *     memory      is taken, and cleared                                         160    4
  *     device      a stream, and memory there, which is cleared                   70    1
  *     locked      4 MiB are locked, and sent up                                  20    2
- *     up          copies of 4 KiB, 256 KiB, 16 and 48 MiB; a ring is locked     260   10
- *     down        the same, through that ring                                   230    6
+ *     up          copies of 4 KiB, 256 KiB, 2, 16, 48 MiB; a ring is locked     270   10
+ *     down        the same, through that ring                                   240    6
  *     kernels     6 operators once, which loads their kernels                    20   17
  *     starts      6 operators on arrays from the host, 6 runs of 60 us each      20    3
  *     parts       48 MiB up and down, 3 runs; two more rings are locked         340    8
@@ -49,8 +49,7 @@ constexpr Size ON_GPU = {GPU_ITEMS, GPU_ITEMS, GPU_ITEMS / 2, 1024};
 /* More than a slab has room for, and what leaves almost all of it empty. */
 constexpr Size BRIEF = {24 << 10, 24 << 10, 12 << 10, 152};
 constexpr Size TINY = {256, 256, 128, 16};
-constexpr int64_t TINY_COPY_BYTES = 4 << 10, SHORT_COPY_BYTES = 256 << 10,
-                  LONG_COPY_BYTES = 16 << 20, LOCKED_COPY_BYTES = 4 << 20;
+constexpr int64_t TINY_COPY_BYTES = 4 << 10, LOCKED_COPY_BYTES = 4 << 20;
 constexpr int64_t HUGE_PAGE_BYTES = 2 << 20;
 constexpr int64_t DROPPED_GRAIN = 2048;         /* cache lines, which may take some 100 ns each */
 constexpr int OPERANDS = GPUOPS_MAX_INPUTS + 1; /* and the result */
@@ -86,7 +85,7 @@ constexpr int64_t LARGE_INDEX_BYTES = LARGE_ROWS * (int64_t)sizeof(int64_t),
 static_assert(3 * FAR_BYTES <= FAR_TABLE_BYTES &&
                   OPERANDS * LARGE_BYTES + LARGE_INDEX_BYTES <= FAR_TABLE_BYTES,
               "");
-static_assert(LONG_COPY_BYTES <= FAR_BYTES && FAR_BYTES <= OPERANDS * LARGE_BYTES, "");
+static_assert(FAR_BYTES <= OPERANDS * LARGE_BYTES, "");
 
 static double now(void)
 {
@@ -438,17 +437,18 @@ static double rate_beyond(double tiny, double seconds, int64_t bytes)
 /* Of short and of long copies, and of what is still longer than these. */
 static Status measure_copies(const Areas &to, const Areas &from, double byte_locked, double *rates)
 {
-    double tiny = 0, few = 0, many = 0, more = 0;
+    constexpr int LAST = COPY_SIZES - 1;
+    double tiny = 0, seconds = 0, more = 0;
     Status status = time_copy(to, from, TINY_COPY_BYTES, &tiny, LEAST_RUNS);
-    if (status == STATUS_OK) status = time_copy(to, from, SHORT_COPY_BYTES, &few, LEAST_RUNS);
-    if (status == STATUS_OK) status = time_copy(to, from, LONG_COPY_BYTES, &many, MORE_RUNS);
+    for (int i = 0; i < COPY_SIZES && status == STATUS_OK; i++) {
+        status = time_copy(to, from, COPY_BYTES[i], &seconds, i < LAST ? LEAST_RUNS : MORE_RUNS);
+        rates[i] = rate_beyond(tiny, seconds, COPY_BYTES[i]);
+    }
     if (status == STATUS_OK) status = time_copy(to, from, FAR_BYTES, &more, MORE_RUNS);
-    rates[0] = rate_beyond(tiny, few, SHORT_COPY_BYTES);
-    rates[1] = rate_beyond(tiny, many, LONG_COPY_BYTES);
     /* A busy moment makes the difference too large or too small, but no copy is faster than the
      * bus, nor slower at its end than all in all. */
-    const double further = (more - many) / (double)(FAR_BYTES - LONG_COPY_BYTES);
-    rates[2] = fmin(fmax(further, byte_locked), rate_beyond(tiny, more, FAR_BYTES));
+    const double further = (more - seconds) / (double)(FAR_BYTES - COPY_BYTES[LAST]);
+    rates[COPY_SIZES] = fmin(fmax(further, byte_locked), rate_beyond(tiny, more, FAR_BYTES));
     return status;
 }
 

@@ -34,17 +34,20 @@ static const double BRIEF_BYTES = 4 << 10, BRIEF_ROWS = 512, BRIEF_SUMS = 4 << 1
 /* The calls that were measured, by what their rates go by. What was measured as far elements is
  * what no cache holds anything of, and some hold the most of some 100 MiB. */
 enum { SIZES = 3 };
+_Static_assert(SIZES == COPY_SIZES, "");
 static const double OPERAND_BYTES[] = {12.0 * SMALL_ITEMS, 12.0 * LARGE_ITEMS, 512 << 20};
 static const double TABLE_BYTES[] = {4.0 * SMALL_ITEMS, 4.0 * LARGE_ITEMS, 4.0 * FAR_TABLE_ITEMS};
 static const double SUMS[] = {SMALL_SUMS, LARGE_SUMS, FAR_SUMS};
-static const double SHORT_COPY_BYTES = 256 << 10, LONG_COPY_BYTES = 16 << 20;
+/* The driver makes the first; workers, who have to wake, the second; the third goes at the speed of
+ * the bus. */
+const int64_t COPY_BYTES[COPY_SIZES] = {256 << 10, 2 << 20, 16 << 20};
 
 /* Below this, nobody asks what is page-locked. */
 static const double LARGE_BYTES = 16 << 20;
 
 /* How far apart the two have to be for the GPU to be taken: the CPU's time is expected more
  * exactly, and is never much more than NumPy's. */
-static const double DOUBT = 1.1;
+static const double DOUBT = 1.15;
 
 /* Below this, nobody asks whether there is room on the GPU. */
 static const double ROOM_BYTES = 64 << 20;
@@ -191,20 +194,25 @@ static double interpolate(double small, double large, double at, double few, dou
     return small * pow(large / small, log(at / few) / log(many / few));
 }
 
-static double rate_on_cpu(const double *rates, int op, const double at[SIZES], double size)
+/* Of rates that were measured at some sizes. */
+static double rate_at(const double rates[SIZES], const double at[SIZES], double size)
 {
-    const double *rate = rates + op * RATES_OF_OPERATOR + RATE_CPU_SMALL;
     int i = 0;
     while (i < SIZES - 2 && size > at[i + 1]) i++;
-    return interpolate(rate[i], rate[i + 1], size, at[i], at[i + 1]);
+    return interpolate(rates[i], rates[i + 1], size, at[i], at[i + 1]);
+}
+
+static double rate_on_cpu(const double *rates, int op, const double at[SIZES], double size)
+{
+    return rate_at(rates + op * RATES_OF_OPERATOR + RATE_CPU_SMALL, at, size);
 }
 
 /* Long copies take some time to begin, however long they are. */
-double copy_seconds(const double rates[3], double bytes)
+double copy_seconds(const double rates[COPY_SIZES + 1], double bytes)
 {
-    const double beyond = fmax(bytes - LONG_COPY_BYTES, 0), rest = bytes - beyond;
-    return rest * interpolate(rates[0], rates[1], rest, SHORT_COPY_BYTES, LONG_COPY_BYTES) +
-           beyond * rates[2];
+    const double at[SIZES] = {(double)COPY_BYTES[0], (double)COPY_BYTES[1], (double)COPY_BYTES[2]};
+    const double beyond = fmax(bytes - at[SIZES - 1], 0), rest = bytes - beyond;
+    return rest * rate_at(rates, at, rest) + beyond * rates[COPY_SIZES];
 }
 
 static double seconds_on_cpu(const Call *call, const Weight *weight, const double *rates)
@@ -404,8 +412,9 @@ const char *rate_name(int rate, char *text, size_t size)
     };
     static const char *const OF_OPERATOR[] = {"cpu_small", "cpu_large", "cpu_far", "gpu", "start"};
     static const char *const OTHERS[] = {
-        "integer_factor", "gpu_double_factor", "gpu_short_factor", "up_small", "up_large",
-        "up_far",         "down_small",        "down_large",       "down_far", "up_locked",
+        "integer_factor", "gpu_double_factor", "gpu_short_factor", "up_small",
+        "up_middle",      "up_large",          "up_far",           "down_small",
+        "down_middle",    "down_large",        "down_far",         "up_locked",
         "part_start",     "slab_start",
     };
     _Static_assert(sizeof OTHERS / sizeof *OTHERS == RATES - RATE_INTEGER_FACTOR, "");

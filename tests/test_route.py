@@ -20,7 +20,8 @@ from gpuops import _calibration
 # A machine with a fast GPU behind a slow link, where a unit of work takes the CPU a nanosecond.
 RATES = {"integer_factor": 10.0, "gpu_double_factor": 2.0, "gpu_short_factor": 0.125}
 for way in ("up", "down"):
-    RATES |= {f"{way}_small": 4e-11, f"{way}_large": 2e-11, f"{way}_far": 2e-11}
+    RATES |= {f"{way}_small": 4e-11, f"{way}_middle": 8e-22**0.5}  # half of the way
+    RATES |= {f"{way}_large": 2e-11, f"{way}_far": 2e-11}
 RATES |= {"up_locked": 2e-11, "part_start": 1e-9, "slab_start": 1e-5}
 for operator in OPERATORS:
     RATES |= {f"{operator.name}.cpu_{size}": 1e-9 for size in ("small", "large", "far")}
@@ -29,7 +30,8 @@ for operator in OPERATORS:
 # A machine with an H200 behind PCIe 5 and 16 threads, on which whole calls were timed.
 H200 = {"integer_factor": 20.0, "gpu_double_factor": 2.0, "gpu_short_factor": 0.125}
 for way in ("up", "down"):
-    H200 |= {f"{way}_small": 8e-11, f"{way}_large": 1 / 41e9, f"{way}_far": 1 / 41e9}
+    H200 |= {f"{way}_small": 8e-11, f"{way}_middle": 8e-11}
+    H200 |= {f"{way}_large": 1 / 41e9, f"{way}_far": 1 / 41e9}
 H200 |= {"up_locked": 1 / 55e9, "part_start": 8e-5, "slab_start": 1e-5}
 for names, on_cpu, on_gpu, start in [
     ("add multiply saxpy", (5e-11, 8e-12, 1e-11), 3.3e-13, 27e-6),
@@ -222,10 +224,10 @@ near(candidates("matmul", a, a)["cpu"].seconds, 1e-9 * 1200)
 """)
 
 
-def test_copies_go_by_rates_of_three_lengths(child):
+def test_copies_go_by_rates_of_four_lengths(child):
     child("""
-keep(up_small=9e-11, up_large=4e-11, up_far=2e-11, **{"gather.gpu": 1e-15},
-     down_small=18e-11, down_large=8e-11, down_far=4e-11)
+keep(up_small=9e-11, up_middle=6e-11, up_large=4e-11, up_far=2e-11, **{"gather.gpu": 1e-15},
+     down_small=18e-11, down_middle=12e-11, down_large=8e-11, down_far=4e-11)
 i = np.zeros(1, "i8")
 def rate_up(nbytes):
     found = candidates("gather", np.empty(nbytes // 4, "f4"), i)["cuda"]
@@ -237,6 +239,7 @@ def rate_down(nbytes):
     return (found.seconds - 1e-5) / nbytes - rate_up(nbytes)
 beyond = lambda mib: (16 * 4e-11 + (mib - 16) * 2e-11) / mib
 for nbytes, up in [(64 << 10, 9e-11), (256 << 10, 9e-11), (2 << 20, 6e-11), (16 << 20, 4e-11),
+                   (512 << 10, 9e-11 * (2 / 3) ** (1 / 3)), (4 << 20, 6e-11 * (2 / 3) ** (1 / 3)),
                    (17 << 20, beyond(17)), (48 << 20, beyond(48)), (1 << 30, beyond(1024))]:
     assert abs(rate_up(nbytes) / up - 1) < 1e-2, (nbytes, rate_up(nbytes))
     assert abs(rate_down(nbytes) / (2 * up) - 1) < 1e-2, (nbytes, rate_down(nbytes))
@@ -454,7 +457,7 @@ print(gpuops.last_route().expected_seconds)
 
 def test_the_cpu_is_taken_where_that_is_faster(child):
     child("""
-keep(up_small=1e-6, up_large=1e-6, up_far=1e-6)
+keep(up_small=1e-6, up_middle=1e-6, up_large=1e-6, up_far=1e-6)
 x = np.random.default_rng(0).random(1 << 18)
 before = launches()
 assert (gpuops.multiply(x, x, device="auto") == x * x).all()
@@ -527,7 +530,7 @@ for operator in OPERATORS:
     assert route.operator == operator.name and route.elapsed_seconds > 0
     np.save(os.path.join(os.environ["RESULTS"], f"{operator.name} {route.way}.npy"), result)
 """
-    for rates in ({}, {"up_small": 1.0, "up_large": 1.0, "up_far": 1.0}):
+    for rates in ({}, dict.fromkeys(("up_small", "up_middle", "up_large", "up_far"), 1.0)):
         child(source, RATES=json.dumps(rates), RESULTS=str(tmp_path))
     for name in (operator.name for operator in OPERATORS):
         on_cpu, on_gpu = (np.load(tmp_path / f"{name} {way}.npy") for way in ("cpu", "cuda"))
@@ -712,9 +715,14 @@ def test_a_first_run_is_not_enough(monkeypatch):
 
         return round(_calibration._fastest(call), 6), len(runs) - len(left)
 
-    found = fastest(5e-3, 4e-4, 3e-4, 3e-4), fastest(2e-2, 1e-3), fastest(8e-4, 1.2e-3, 1e-4)
+    found = [
+        fastest(5e-3, 4e-4, 3e-4, 3e-4, 3e-4, 1e-4),  # enough
+        fastest(2e-2, 3e-2, 1e-3),  # long
+        fastest(3e-2, 5e-3, 4e-3, 3e-3, 1e-4, 1e-5),  # threads that were started
+        fastest(*[1e-5] * 9),
+    ]
     monkeypatch.undo()
-    assert found == ((3e-4, 4), (2e-2, 1), (8e-4, 2))
+    assert found == [(3e-4, 5), (2e-2, 2), (1e-4, 5), (1e-5, 8)]
 
 
 @pytest.mark.not_under_tsan("makes it take minutes")
