@@ -226,8 +226,8 @@ near(candidates("matmul", a, a)["cpu"].seconds, 1e-9 * 1200)
 
 def test_copies_go_by_rates_of_four_lengths(child):
     child("""
-keep(up_small=9e-11, up_middle=6e-11, up_large=4e-11, up_far=2e-11, **{"gather.gpu": 1e-15},
-     down_small=18e-11, down_middle=12e-11, down_large=8e-11, down_far=4e-11)
+keep(up_small=9e-11, up_middle=8e-11, up_large=4e-11, up_far=2e-11, **{"gather.gpu": 1e-15},
+     down_small=18e-11, down_middle=16e-11, down_large=8e-11, down_far=4e-11)
 i = np.zeros(1, "i8")
 def rate_up(nbytes):
     found = candidates("gather", np.empty(nbytes // 4, "f4"), i)["cuda"]
@@ -238,8 +238,8 @@ def rate_down(nbytes):
     assert found.bytes_down == nbytes
     return (found.seconds - 1e-5) / nbytes - rate_up(nbytes)
 beyond = lambda mib: (16 * 4e-11 + (mib - 16) * 2e-11) / mib
-for nbytes, up in [(64 << 10, 9e-11), (256 << 10, 9e-11), (2 << 20, 6e-11), (16 << 20, 4e-11),
-                   (512 << 10, 9e-11 * (2 / 3) ** (1 / 3)), (4 << 20, 6e-11 * (2 / 3) ** (1 / 3)),
+for nbytes, up in [(64 << 10, 9e-11), (256 << 10, 9e-11), (2 << 20, 8e-11), (16 << 20, 4e-11),
+                   (512 << 10, 9e-11 * (8 / 9) ** (1 / 3)), (4 << 20, 8e-11 * (1 / 2) ** (1 / 3)),
                    (17 << 20, beyond(17)), (48 << 20, beyond(48)), (1 << 30, beyond(1024))]:
     assert abs(rate_up(nbytes) / up - 1) < 1e-2, (nbytes, rate_up(nbytes))
     assert abs(rate_down(nbytes) / (2 * up) - 1) < 1e-2, (nbytes, rate_down(nbytes))
