@@ -198,6 +198,7 @@ def case_of(run: Run, name: str, operator: Operator, count: int) -> Case:
         [inputs],
         moved,
         tolerance=operator.tolerance,
+        blas=name == "matmul",
     )
 
 

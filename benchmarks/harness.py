@@ -117,7 +117,8 @@ class Case:
     counts every byte read and written once; where `items` is given, rates are items a second.
     Results may differ from the reference by `tolerance`, in parts of its largest value.
     Without a `reference` the contestants do different things, which stand beside each other only
-    to see how long each takes. `curve` is the operator and the size of one point of a plot.
+    to see how long each takes. `curve` is the operator and the size of one point of a plot. Where
+    threads of a BLAS take part (`blas`), who comes next waits until they rest.
     """
 
     name: str
@@ -130,6 +131,7 @@ class Case:
     targets: Sequence["Target"] = ()
     tolerance: float = 0.0
     curve: tuple[str, int] | None = None
+    blas: bool = False
 
 
 @dataclass
@@ -243,7 +245,7 @@ class Run:
                 call = functools.partial(contestant.call, *arrays)
                 if contestant.before is not None:
                     contestant.before()
-                peers.settle()
+                peers.settle(peers.LONG_LOOK_SECONDS if case.blas else peers.LOOK_SECONDS)
                 samples[name].append(CLOCKS[contestant.clock](call))
         return samples
 

@@ -200,23 +200,27 @@ def free_memory() -> None:
         cupy.get_default_memory_pool().free_all_blocks()
 
 
-LOOK_SECONDS, MOST_LOOKS = 5e-4, 1000
+LOOK_SECONDS, LONG_LOOK_SECONDS, MOST_SECONDS = 5e-4, 25e-3, 0.5
 
 
-def settle() -> None:
+def settle(look: float = LOOK_SECONDS) -> None:
     """Wait for all that any library has queued on the GPU, on whatever stream, and for its threads.
 
     They share one CUDA context, so that one of them can wait for all; JAX's stream is its own. The
     threads of BLAS and OpenMP go on looking for work for a while, up to a fifth of a second, and
-    would take the processor from whoever is timed next.
+    would take the processor from whoever is timed next. Whether they do is seen in the time that
+    the process uses while this sleeps, which some systems count in steps of 10 ms.
     """
     if (timer := gpu()) is not None:
         timer.synchronize()
-    for _ in range(MOST_LOOKS):
-        used, started = time.process_time(), time.perf_counter()
-        time.sleep(LOOK_SECONDS)
-        if time.process_time() - used < (time.perf_counter() - started) / 2:
+    begun = started = time.perf_counter()
+    while started - begun < MOST_SECONDS:
+        used = time.process_time()
+        time.sleep(look)
+        ended = time.perf_counter()
+        if time.process_time() - used < (ended - started) / 2:
             return
+        started = ended
 
 
 @functools.cache

@@ -23,7 +23,7 @@
  *                 brought out of the caches before; and rows, of 0.7 ms
  *
  * Of those that do the same work only one is run. Products of matrices are not: on the CPU they are
- * NumPy's, which _calibration.py times in some 7 ms more, and on the GPU they may be that of a
+ * NumPy's, which _calibration.py times in some 10 ms more, and on the GPU they may be that of a
  * library that takes long to open. There the number of multiprocessors and their clock tell.
  */
 #include "common.cuh"

@@ -716,13 +716,13 @@ def test_a_first_run_is_not_enough(monkeypatch):
         return round(_calibration._fastest(call), 6), len(runs) - len(left)
 
     found = [
-        fastest(5e-3, 4e-4, 3e-4, 3e-4, 3e-4, 1e-4),  # enough
+        fastest(5e-3, 2e-3, 1.5e-3, 1e-3),  # enough
         fastest(2e-2, 3e-2, 1e-3),  # long
-        fastest(3e-2, 5e-3, 4e-3, 3e-3, 1e-4, 1e-5),  # threads that were started
+        fastest(3e-2, 2e-3, 1e-4, 1e-4, 1e-4, 1e-4, 1e-5),  # threads that were started
         fastest(*[1e-5] * 9),
     ]
     monkeypatch.undo()
-    assert found == [(3e-4, 5), (2e-2, 2), (1e-4, 5), (1e-5, 8)]
+    assert found == [(1.5e-3, 3), (2e-2, 2), (1e-4, 6), (1e-5, 6)]
 
 
 @pytest.mark.not_under_tsan("makes it take minutes")
