@@ -131,6 +131,7 @@ def note_expected(run: Run, name: str, case: Case) -> None:
     run.cases[-1]["expected"] = {"chosen": found.chosen.way, "seconds": expected}
     texts = [f"{duration(seconds)} for {way}" for way, seconds in expected.items()]
     run.say(f"  expected: {', '.join(texts) or 'nothing'}; chosen: {found.chosen.way}")
+    run.write()
 
 
 def cases(run: Run, name: str, operator: Operator) -> Iterator[Case]:

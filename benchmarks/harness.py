@@ -245,8 +245,9 @@ class Run:
                 call = functools.partial(contestant.call, *arrays)
                 if contestant.before is not None:
                     contestant.before()
-                peers.settle(peers.LONG_LOOK_SECONDS if case.blas else peers.LOOK_SECONDS)
+                peers.settle(case.blas)
                 samples[name].append(CLOCKS[contestant.clock](call))
+        peers.settle(case.blas)
         return samples
 
     def _print(self, record: dict) -> None:

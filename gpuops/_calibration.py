@@ -158,7 +158,7 @@ def _seconds_of_product(matrix: numpy.ndarray) -> float:
 def _fastest(call: Callable[[], object]) -> float:
     times: list[float] = []
     for _ in range(_MOST_RUNS):
-        # The first runs may have started threads, or waited for others, and are not enough then.
+        # The first run may have started threads, or waited for others, and is not enough then.
         if sum(times[1:]) >= _ENOUGH_SECONDS:
             break
         started = time.perf_counter()

@@ -488,12 +488,13 @@ enum {
     LARGE_SUMS = 1 << 24,
     FAR_SUMS = 1 << 29,
 };
+/* And copies: the driver makes short ones; workers, who have to wake, those from here on; and long
+ * ones go at the speed of the bus. */
+enum { SHORT_COPY_BYTES = 256 << 10, MIDDLE_COPY_BYTES = 2 << 20, LONG_COPY_BYTES = 16 << 20 };
 const char *rate_name(int rate, char *text, size_t size);
-/* Of a copy in one of the directions, whose rates these are: for copies of so many bytes, and for
- * each byte beyond the last of these. */
-enum { COPY_SIZES = 3 };
-extern const int64_t COPY_BYTES[COPY_SIZES];
-double copy_seconds(const double rates[COPY_SIZES + 1], double bytes);
+/* Of a copy in one of the directions, whose rates these are: of short, middle and long ones, and of
+ * each byte beyond these. */
+double copy_seconds(const double rates[4], double bytes);
 
 /* What is known of a machine, by device; DEVICE_CPU: of one without a GPU. */
 typedef enum Measured { MEASURED_NOT, MEASURED_UNDER_WAY, MEASURED_FAILED, MEASURED } Measured;

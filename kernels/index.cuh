@@ -36,8 +36,8 @@ HOST_DEVICE inline int64_t place_of(Index index, int64_t size, Mode mode)
     }
 }
 
-/* From any address, on the CPU. Each index is read once, into a register, and what was checked is
- * what is used: another thread may write to the indices meanwhile. */
+/* On the CPU, from any address. An index is read so but once, into a register, and what was checked
+ * is what is used: another thread may write to the indices meanwhile. */
 template <class T>
 static inline T load_unaligned(const char *at)
 {

@@ -85,7 +85,7 @@ constexpr int64_t LARGE_INDEX_BYTES = LARGE_ROWS * (int64_t)sizeof(int64_t),
 static_assert(3 * FAR_BYTES <= FAR_TABLE_BYTES &&
                   OPERANDS * LARGE_BYTES + LARGE_INDEX_BYTES <= FAR_TABLE_BYTES,
               "");
-static_assert(FAR_BYTES <= OPERANDS * LARGE_BYTES, "");
+static_assert(LONG_COPY_BYTES < FAR_BYTES && FAR_BYTES <= OPERANDS * LARGE_BYTES, "");
 
 static double now(void)
 {
@@ -434,21 +434,24 @@ static double rate_beyond(double tiny, double seconds, int64_t bytes)
     return (seconds > tiny ? seconds - tiny : seconds / 2) / (double)bytes;
 }
 
-/* Of short and of long copies, and of what is still longer than these. */
+/* Of short copies, of middle and long ones, and of what is still longer than these. The first one
+ * that workers make starts them, and locks the buffers of a ring. */
 static Status measure_copies(const Areas &to, const Areas &from, double byte_locked, double *rates)
 {
-    constexpr int LAST = COPY_SIZES - 1;
-    double tiny = 0, seconds = 0, more = 0;
+    double tiny = 0, few = 0, some = 0, many = 0, more = 0;
     Status status = time_copy(to, from, TINY_COPY_BYTES, &tiny, LEAST_RUNS);
-    for (int i = 0; i < COPY_SIZES && status == STATUS_OK; i++) {
-        status = time_copy(to, from, COPY_BYTES[i], &seconds, i < LAST ? LEAST_RUNS : MORE_RUNS);
-        rates[i] = rate_beyond(tiny, seconds, COPY_BYTES[i]);
-    }
+    if (status == STATUS_OK) status = time_copy(to, from, SHORT_COPY_BYTES, &few, LEAST_RUNS);
+    if (status == STATUS_OK) status = time_copy(to, from, MIDDLE_COPY_BYTES, &some, LEAST_RUNS);
+    if (status == STATUS_OK) status = time_copy(to, from, MIDDLE_COPY_BYTES, &some, MORE_RUNS);
+    if (status == STATUS_OK) status = time_copy(to, from, LONG_COPY_BYTES, &many, MORE_RUNS);
     if (status == STATUS_OK) status = time_copy(to, from, FAR_BYTES, &more, MORE_RUNS);
+    rates[0] = rate_beyond(tiny, few, SHORT_COPY_BYTES);
+    rates[1] = rate_beyond(tiny, some, MIDDLE_COPY_BYTES);
+    rates[2] = rate_beyond(tiny, many, LONG_COPY_BYTES);
     /* A busy moment makes the difference too large or too small, but no copy is faster than the
      * bus, nor slower at its end than all in all. */
-    const double further = (more - seconds) / (double)(FAR_BYTES - COPY_BYTES[LAST]);
-    rates[COPY_SIZES] = fmin(fmax(further, byte_locked), rate_beyond(tiny, more, FAR_BYTES));
+    const double further = (more - many) / (double)(FAR_BYTES - LONG_COPY_BYTES);
+    rates[3] = fmin(fmax(further, byte_locked), rate_beyond(tiny, more, FAR_BYTES));
     return status;
 }
 

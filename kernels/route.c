@@ -34,19 +34,16 @@ static const double BRIEF_BYTES = 4 << 10, BRIEF_ROWS = 512, BRIEF_SUMS = 4 << 1
 /* The calls that were measured, by what their rates go by. What was measured as far elements is
  * what no cache holds anything of, and some hold the most of some 100 MiB. */
 enum { SIZES = 3 };
-_Static_assert(SIZES == COPY_SIZES, "");
 static const double OPERAND_BYTES[] = {12.0 * SMALL_ITEMS, 12.0 * LARGE_ITEMS, 512 << 20};
 static const double TABLE_BYTES[] = {4.0 * SMALL_ITEMS, 4.0 * LARGE_ITEMS, 4.0 * FAR_TABLE_ITEMS};
 static const double SUMS[] = {SMALL_SUMS, LARGE_SUMS, FAR_SUMS};
-/* The driver makes the first; workers, who have to wake, the second; the third goes at the speed of
- * the bus. */
-const int64_t COPY_BYTES[COPY_SIZES] = {256 << 10, 2 << 20, 16 << 20};
+static const double COPY_BYTES[] = {SHORT_COPY_BYTES, MIDDLE_COPY_BYTES, LONG_COPY_BYTES};
 
 /* Below this, nobody asks what is page-locked. */
 static const double LARGE_BYTES = 16 << 20;
 
-/* How far apart the two have to be for the GPU to be taken: the CPU's time is expected more
- * exactly, and is never much more than NumPy's. */
+/* How far apart the two have to be for the GPU to be taken: what is expected of it is what it takes
+ * at best, while the CPU's time is seldom much more than that, and never much more than NumPy's. */
 static const double DOUBT = 1.15;
 
 /* Below this, nobody asks whether there is room on the GPU. */
@@ -208,11 +205,10 @@ static double rate_on_cpu(const double *rates, int op, const double at[SIZES], d
 }
 
 /* Long copies take some time to begin, however long they are. */
-double copy_seconds(const double rates[COPY_SIZES + 1], double bytes)
+double copy_seconds(const double rates[4], double bytes)
 {
-    const double at[SIZES] = {(double)COPY_BYTES[0], (double)COPY_BYTES[1], (double)COPY_BYTES[2]};
-    const double beyond = fmax(bytes - at[SIZES - 1], 0), rest = bytes - beyond;
-    return rest * rate_at(rates, at, rest) + beyond * rates[COPY_SIZES];
+    const double beyond = fmax(bytes - LONG_COPY_BYTES, 0), rest = bytes - beyond;
+    return rest * rate_at(rates, COPY_BYTES, rest) + beyond * rates[SIZES];
 }
 
 static double seconds_on_cpu(const Call *call, const Weight *weight, const double *rates)

@@ -202,7 +202,8 @@ static void run_rows(Work *work)
     }
 }
 
-/* Single numbers, one after the other, which is what a table in the caches is quickest with. */
+/* Single numbers (or a Pair each), one after the other, which is what a table in the caches is
+ * quickest with. */
 template <class T, class Index, bool ADDS, bool PACKED, bool LARGE>
 static void put_numbers(const Work *work)
 {

@@ -46,7 +46,7 @@ static inline int64_t share(int64_t count, int64_t number, int64_t parts)
     return count / parts * number + count % parts * number / parts;
 }
 
-/* Two numbers that are moved as one: those of a complex number, or of a row. */
+/* What is written or added as one number: a complex number, a row of two floats, or 16 bytes. */
 template <class T>
 struct Pair {
     T first, second;
@@ -57,7 +57,7 @@ struct Pair {
     }
 };
 
-/* Whether an index names one number of so many bytes, and nothing else. */
+/* Whether an index names one number (or Pair) of so many bytes, and nothing else. */
 static inline bool is_of_numbers(const Scatter &scatter, size_t bytes)
 {
     return scatter.outer == 0 && scatter.inner == 0 && scatter.index <= 1 &&

@@ -34,7 +34,7 @@ constexpr int BYTES_AHEAD = 128, ROWS_AHEAD = 8;
 /* So many numbers are dealt out at a time, if there are more: for each worker what the caches hold,
  * more or less; for a table that is larger, as many as it has places, up to a bound. */
 constexpr int64_t PART_NUMBERS = 256 << 10;
-constexpr int64_t MOST_NUMBERS = 16 << 20;
+constexpr int64_t MOST_BLOCK_BYTES = 192 << 20;
 
 /* The payload of an entry, where it is not a number. */
 struct Element {
@@ -266,7 +266,7 @@ static bool deal_and_put(const Scatter &scatter, int64_t place_bytes, bool sums)
     const int64_t size = scatter.axis_size;
     int64_t most = scatter.index_count; /* elements at a time; sums are rounded but once */
     if (!sums) {
-        int64_t some = min_of(size, MOST_NUMBERS);
+        int64_t some = min_of(size, MOST_BLOCK_BYTES / (int64_t)sizeof(Entry<Payload>));
         if (some < PART_NUMBERS * threads) some = PART_NUMBERS * threads;
         most = min_of(most, some);
     }
@@ -370,6 +370,6 @@ bool put_by_ranges(const Scatter &scatter)
     case 8:
         return put_numbers<uint64_t>(scatter);
     default:
-        return put_numbers<Pair<uint64_t>>(scatter);
+        return deal_and_put<Pair<uint64_t>, PutNumbers<Pair<uint64_t>, false>>(scatter, 16, false);
     }
 }

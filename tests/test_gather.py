@@ -749,9 +749,9 @@ def test_out_is_untouched_by_a_bad_index(gpuops, layout, dtype):
 
 def test_large_out_is_untouched_by_a_last_bad_index(gpuops):
     x = filled_array((100, 8), "f4")
-    indices = np.arange(200_000, dtype=np.int32) % 100
+    indices = np.arange(600_000, dtype=np.int32) % 100  # enough for several threads
     indices[-1] = 100
-    out = Guarded((200_000, 8), "f4")
+    out = Guarded((600_000, 8), "f4")
     with pytest.raises(IndexError, match="index 100 is out of bounds for axis 0 with size 100"):
         gpuops.gather(x, indices, out=out.array)
     assert out.untouched()

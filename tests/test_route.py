@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import run_child, same
+from helpers import constant, run_child, same
 from operators import EXAMPLES, OPERATORS, ROOT, required_arguments
 
 from gpuops import _calibration
@@ -222,6 +222,11 @@ near(candidates("multiply", x[:100], x[:100])["cpu"].seconds, 1e-9 * 1200)
 a = np.ones((10, 10), "f4")
 near(candidates("matmul", a, a)["cpu"].seconds, 1e-9 * 1200)
 """)
+
+
+def test_middle_copies_are_the_shortest_that_workers_make():
+    middle = constant("gpuops.h", "MIDDLE_COPY_BYTES")
+    assert middle == constant("transfer.cu", "LEAST_RING_BYTES")
 
 
 def test_copies_go_by_rates_of_four_lengths(child):

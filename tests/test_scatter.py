@@ -154,6 +154,18 @@ def test_a_bad_index_changes_nothing(gpuops, count, width):
     assert (x.array[: min(count, 7)] == 1).all() and x.kept_to_its_own()
 
 
+def test_the_first_bad_index_among_many_is_named(gpuops):
+    """Of bad ones in the share of every thread of every backend."""
+    x = np.zeros(3, np.int8)
+    indices = np.zeros(1_000_000, np.int32)
+    indices[123_457::1000] = np.arange(1000, 1000 + len(indices[123_457::1000]))
+    for name in ("scatter", "scatter_add"):
+        with pytest.raises(IndexError) as caught:
+            getattr(gpuops, name)(x, indices, 1)
+        assert str(caught.value) == "index 1000 is out of bounds for axis 0 with size 3"
+        assert not x.any()
+
+
 def test_the_first_bad_index_is_named(gpuops):
     x = np.zeros((3, 5000), np.uint8)
     indices = np.arange(4000, dtype=np.uint64)

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from helpers import run_child
 
-LARGE = 700_001  # places, more than a core's own cache holds of any dtype but those of one byte
-SMALL = 1000
+LARGE = 1_100_001  # places, for which two workers are enough if they have four bytes each
+SMALL = 2000
 MANY = 600_000  # numbers, enough for any way
 SOME = 150_000  # enough for a large table
 SEVERAL = 2_200_000  # more than are dealt out at a time
@@ -65,7 +65,7 @@ def check_dtypes(gpuops):
         for count, size in ((SOME, LARGE), (MANY, SMALL)):
             x = rough(random, size * 2, dtype)[:size]
             check_call(gpuops, x, random.integers(-size, size, count), rough(random, count, dtype))
-    x = rough(random, 2 * LARGE, "i1")
+    x = rough(random, 4 * LARGE, "i1")
     check_call(gpuops, x, random.integers(0, len(x), SOME), rough(random, SOME, "i1"))
 
 
