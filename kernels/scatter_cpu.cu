@@ -254,24 +254,27 @@ static void put_numbers_of(const Work *work)
 static bool ranges_pay(const Work *work)
 {
     constexpr int64_t LARGE_COUNT = 128 << 10, COUNT = 256 << 10, PLACES = 1 << 10;
-    constexpr int64_t FAR_BYTES = 4 << 20; /* of a table for which two workers are enough */
+    constexpr int64_t FAR_BYTES = 4 << 20, FAR_PLACES = 1 << 20; /* for two workers */
     constexpr int WORKERS = 4, MANY_WORKERS = 8;
     const int64_t count = work->scatter->index_count, places = work->scatter->axis_size;
     int threads = 1;
     if (count < LARGE_COUNT) return false;
     (void)cpu_threads(&threads);
-    if (threads < WORKERS) return threads > 1 && places > FAR_BYTES / work->scatter->row_bytes;
+    if (threads < WORKERS)
+        return threads > 1 && places >= FAR_PLACES && places > FAR_BYTES / work->scatter->row_bytes;
     if (work->prefetch) return true;
     return threads >= MANY_WORKERS && count >= COUNT && places >= PLACES;
 }
 
-/* False where an index does not name one T, or is of a rare type: nothing was done. */
+/* False where an index does not name one T, or is of a rare type, or where others are quicker:
+ * nothing was done. */
 template <class T, bool ADDS>
 static bool put_quickly(const Work *work)
 {
     const Scatter &scatter = *work->scatter;
     if (!is_of_numbers(scatter, sizeof(T))) return false;
     if (ranges_pay(work) && put_by_ranges(scatter)) return true;
+    if (sizeof(T) > sizeof(uint64_t) && work->prefetch) return false; /* workers walk sooner */
     if (scatter.index_dtype == DTYPE_INT64)
         put_numbers_of<T, int64_t, ADDS>(work);
     else if (scatter.index_dtype == DTYPE_INT32)
