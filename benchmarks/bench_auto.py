@@ -20,6 +20,7 @@ import gpuops
 from gpuops import _core
 
 from .harness import Case, Contestant, Run, byte_name, count_name, duration, memory_free
+from .whole import FACTOR
 
 try:
     from scipy import ndimage
@@ -30,7 +31,6 @@ AUTO, CPU, GPU = 'gpuops, device="auto"', "gpuops on the CPU", "gpuops on the GP
 LARGEST, LARGEST_OF_SUMS, LARGEST_QUICK = 28, 24, 14
 NUMPY_RATIO, BEST_RATIO = 1.05, 1.15
 CASE_SECONDS = 1.0
-FACTOR = numpy.float32(2.5)  # of saxpy
 # Of the page-locked table in float32, quick and not; the width of its rows and how many are taken.
 TABLE, TABLE_QUICK = 1 << 28, 1 << 20
 TABLE_ROWS = ((1, 1 << 10), (1, 1 << 20), (256, 16), (256, 1 << 10), (256, 1 << 19))
