@@ -25,6 +25,9 @@ def main(arguments: list[str] | None = None) -> int:
         "--seconds", type=float, default=3.0, help="time for each case (default: 3)"
     )
     parser.add_argument(
+        "--cases", default="", metavar="REGEX", help="only those whose names it finds something in"
+    )
+    parser.add_argument(
         "--plot", type=Path, metavar="FIGURE", help="draw time against size, with `transfer`: .svg"
     )
     options = parser.parse_args(arguments)
@@ -34,7 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
     output = options.output
     if output is None and not options.quick:  # a quick run tells nothing of speed
         output = FOLDER / "results" / f"{machine_name()}.json"
-    run = Run(quick=options.quick, case_seconds=options.seconds, output=output)
+    run = Run(options.quick, options.seconds, output, options.cases)
     facts = machine()
     run.say(f"{', '.join(facts['gpus']) or 'no GPU'}; {facts['processor']}, {facts['cores']} cores")
     measure_limits(run)

@@ -110,12 +110,12 @@ def measure(run: Run) -> None:
     with gpuops.device(None):  # what the contestants make the default ends with this
         for name, operator in operators().items():
             for case in cases(run, name, operator):
-                run.measure(case)
-                note_expected(run, name, case)
+                if run.measure(case):
+                    note_expected(run, name, case)
         if gpuops.is_available():
             for case in page_locked_cases(run):
-                run.measure(case)
-                note_expected(run, "gather", case)
+                if run.measure(case):
+                    note_expected(run, "gather", case)
     run.case_seconds = seconds
     if not run.quick:
         summarize(run, run.cases[first:])
@@ -139,7 +139,8 @@ def cases(run: Run, name: str, operator: Operator) -> Iterator[Case]:
     largest = min(operator.largest, LARGEST_QUICK) if run.quick else operator.largest
     for power in [0, *range(4, largest + 1, 2)]:
         count = 1 << power
-        if has_memory(run, _name(name, count), _memory_for(operator, count)):
+        case = _name(name, count)
+        if run.wants(case) and has_memory(run, case, _memory_for(operator, count)):
             yield case_of(run, name, operator, count)
 
 

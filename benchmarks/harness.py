@@ -160,12 +160,14 @@ BEST_PEER = "the best peer"
 class Run:
     """One run of the benchmarks: its settings, and what was measured so far.
 
-    With `output`, what was measured is there after each case, however the run ends.
+    With `output`, what was measured is there after each case, however the run ends. Cases are
+    measured whose names the regular expression `pattern` finds something in.
     """
 
     quick: bool = False
     case_seconds: float = 3.0
     output: Path | None = None
+    pattern: str = ""
     seed: int = field(default_factory=lambda: int.from_bytes(os.urandom(4)))
     limits: dict[str, float] = field(default_factory=dict)
     cases: list[dict] = field(default_factory=list)
@@ -181,8 +183,14 @@ class Run:
         print(text, flush=True)
         self.lines.append(text)
 
-    def measure(self, case: Case) -> None:
-        """Check and time every contestant of a case, and print its part of the table."""
+    def wants(self, name: str) -> bool:
+        """Tell whether the case of this name is to be measured."""
+        return re.search(self.pattern, name) is not None
+
+    def measure(self, case: Case) -> bool:
+        """Check and time every contestant of a case that is wanted, and print its table."""
+        if not self.wants(case.name):
+            return False
         self.say(f"\n{case.name}")
         inputs: dict[str, list[tuple]] = {}
         expected = []
@@ -224,6 +232,7 @@ class Run:
         peers.free_memory()
         if gpuops.is_available():
             gpuops.empty_cache()
+        return True
 
     def _samples(self, case: Case, inputs: dict[str, list[tuple]]) -> dict[str, list[float]]:
         least, most = (2, 3) if self.quick else (5, 100)
