@@ -200,7 +200,6 @@ def case_of(run: Run, name: str, operator: Operator, count: int) -> Case:
         [inputs],
         moved,
         tolerance=operator.tolerance,
-        blas=name == "matmul",
     )
 
 

@@ -71,8 +71,7 @@ def host_case(run: Run, size: int, dtype: str) -> Case:
     contestants |= peers.cupy_from_host("matmul", _cupy)
     name = f"matmul of {size} x {size} {dtype}"
     tolerance = 2e-3 if dtype == "float16" else 1e-5
-    return Case(name, contestants, _reference, (), pairs, 0, 2 * size**3, targets, tolerance,
-                blas=True)  # fmt: skip
+    return Case(name, contestants, _reference, (), pairs, 0, 2 * size**3, targets, tolerance)
 
 
 def device_case(

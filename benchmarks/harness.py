@@ -117,8 +117,7 @@ class Case:
     counts every byte read and written once; where `items` is given, rates are items a second.
     Results may differ from the reference by `tolerance`, in parts of its largest value.
     Without a `reference` the contestants do different things, which stand beside each other only
-    to see how long each takes. `curve` is the operator and the size of one point of a plot. Where
-    threads of a BLAS take part (`blas`), who comes next waits until they rest.
+    to see how long each takes. `curve` is the operator and the size of one point of a plot.
     """
 
     name: str
@@ -131,7 +130,6 @@ class Case:
     targets: Sequence["Target"] = ()
     tolerance: float = 0.0
     curve: tuple[str, int] | None = None
-    blas: bool = False
 
 
 @dataclass
@@ -254,9 +252,9 @@ class Run:
                 call = functools.partial(contestant.call, *arrays)
                 if contestant.before is not None:
                     contestant.before()
-                peers.settle(case.blas)
+                peers.settle()
                 samples[name].append(CLOCKS[contestant.clock](call))
-        peers.settle(case.blas)
+        peers.settle()
         return samples
 
     def _print(self, record: dict) -> None:

@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy
 
+from gpuops._calibration import come_to_rest
+
 
 @dataclass
 class Contestant:
@@ -200,42 +202,19 @@ def free_memory() -> None:
         cupy.get_default_memory_pool().free_all_blocks()
 
 
-LOOK_SECONDS, MOST_SECONDS = 5e-4, 0.5
+MOST_REST_SECONDS = 0.5
 
 
-@functools.cache
-def look_seconds() -> float:
-    """Return how long to look at the process's clock, which counts in steps of 10 ms on some."""
-    steps = []
-    seen = begun = time.process_time()
-    while len(steps) < 3 and time.process_time() - begun < 0.1:
-        now = time.process_time()
-        if now != seen:
-            steps.append(now - seen)
-        seen = now
-    return max(LOOK_SECONDS, 2.5 * min(steps, default=0))
-
-
-def settle(blas: bool = False) -> None:
+def settle() -> None:
     """Wait for all that any library has queued on the GPU, on whatever stream, and for its threads.
 
     They share one CUDA context, so that one of them can wait for all; JAX's stream is its own. The
     threads of BLAS and OpenMP go on looking for work for a while, up to a fifth of a second, and
-    would take the processor from whoever is timed next. They are seen in the time that the process
-    uses while this sleeps; where its clock is coarse that takes long, and is done for those of a
-    BLAS, who look for longest.
+    would take the processor from whoever is timed next.
     """
     if (timer := gpu()) is not None:
         timer.synchronize()
-    look = look_seconds() if blas else LOOK_SECONDS
-    begun = started = time.perf_counter()
-    while started - begun < MOST_SECONDS:
-        used = time.process_time()
-        time.sleep(look)
-        ended = time.perf_counter()
-        if time.process_time() - used < (ended - started) / 2:
-            return
-        started = ended
+    come_to_rest(MOST_REST_SECONDS)
 
 
 @functools.cache

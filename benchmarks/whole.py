@@ -82,7 +82,7 @@ def full_cases(run: Run, operator: Whole) -> Iterator[Case]:
     def case(way: str, contestants: dict[str, Contestant], targets: Sequence[Target]) -> Case:
         items = operator.items(size)
         return Case(f"{name}{way}", contestants, operator.numpy, (), [arrays], moved, items,
-                    targets, operator.tolerance, blas=operator.name == "matmul")  # fmt: skip
+                    targets, operator.tolerance)  # fmt: skip
 
     yield case("", contestants, targets)
     yield case(", out=", into(operator, result), ())
@@ -131,7 +131,7 @@ def curve_cases(run: Run, operator: Whole) -> Iterator[Case]:
         yield Case(
             f"curve {operator.name} of {operator.text(size)}", ways(operator), operator.numpy, (),
             [arrays], 0, operator.items(size), (), operator.tolerance,
-            curve=(operator.name, size), blas=operator.name == "matmul",
+            curve=(operator.name, size),
         )  # fmt: skip
 
 

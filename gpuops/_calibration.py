@@ -9,6 +9,7 @@ its key. What was measured beside other work of the process is for this process 
 
 import contextlib
 import json
+import math
 import os
 import platform
 import threading
@@ -25,8 +26,10 @@ from . import _cache, _core
 _SIDES = {"small": 64, "far": 813, "large": 256}
 _INTEGERS = 64
 _MOST_DOT_BYTES = 16 << 10  # MOST_BYTES of csrc/matmul.c
+# A figure is the best of some runs, which go on while each is so much faster than all before it.
 _MOST_RUNS = 6
-_ENOUGH_SECONDS = 3e-3
+_ENOUGH_SECONDS, _MOST_SECONDS = 3e-3, 30e-3
+_STEADY = 0.8
 
 # OpenBLAS looks for work for some 100 ms, MKL for 200.
 _LOOK_SECONDS = 1e-3
@@ -46,9 +49,9 @@ def calibrate(ordinal: int) -> None:
     with contextlib.suppress(ValueError):
         _core._tell_rates(ordinal, _decoded(_load(key)))
         return
-    is_alone = _comes_to_rest()
+    is_alone = come_to_rest()
     rates = _core._measure_rates(ordinal)
-    is_alone = is_alone and _comes_to_rest()  # nor has another one begun
+    is_alone = is_alone and come_to_rest()  # nor has another one begun
     _add_products(rates)
     if ordinal < 0:
         _fill_up(rates)
@@ -57,13 +60,13 @@ def calibrate(ordinal: int) -> None:
         _cache.store(key, json.dumps(rates).encode(), _cache.CALIBRATION)
 
 
-def _comes_to_rest() -> bool:
+def come_to_rest(most_seconds: float = _MOST_REST_SECONDS) -> bool:
     """Wait, though not for long, until no other thread of the process is at work.
 
     The threads of a BLAS go on to look for work for some time after a product, and take the
     processors from those that are to be measured.
     """
-    deadline = time.perf_counter() + _MOST_REST_SECONDS
+    deadline = time.perf_counter() + most_seconds
     while _others_at_work():
         if time.perf_counter() > deadline:
             return False
@@ -143,6 +146,8 @@ def _add_products(rates: dict[str, float]) -> None:
     for size, side in _SIDES.items():
         matrix = numpy.ones((side, side), numpy.float32)
         rates[f"matmul.cpu_{size}"] = _seconds_of_product(matrix)
+    # Of large matrices one multiplication takes no longer, whatever their threads had to wait for.
+    rates["matmul.cpu_far"] = min(rates["matmul.cpu_far"], rates["matmul.cpu_large"])
     integers = _seconds_of_product(numpy.ones((_INTEGERS, _INTEGERS), numpy.int32))
     rates["integer_factor"] = max(integers / rates["matmul.cpu_small"], 1.0)
 
@@ -156,15 +161,17 @@ def _seconds_of_product(matrix: numpy.ndarray) -> float:
 
 
 def _fastest(call: Callable[[], object]) -> float:
-    times: list[float] = []
-    for _ in range(_MOST_RUNS):
-        # The first run may have started threads, or waited for others, and is not enough then.
-        if sum(times[1:]) >= _ENOUGH_SECONDS:
-            break
+    best = math.inf
+    spent = 0.0  # but for the first run, which may have started threads
+    for run in range(_MOST_RUNS):
         started = time.perf_counter()
         call()
-        times.append(time.perf_counter() - started)
-    return max(min(times), 1e-9)
+        seconds = time.perf_counter() - started
+        spent += seconds if run > 0 else 0
+        is_steady, best = seconds > _STEADY * best, min(seconds, best)
+        if spent >= _MOST_SECONDS or (is_steady and spent >= _ENOUGH_SECONDS):
+            break
+    return max(best, 1e-9)
 
 
 def _fill_up(rates: dict[str, float]) -> None:

@@ -54,10 +54,10 @@ constexpr int64_t HUGE_PAGE_BYTES = 2 << 20;
 constexpr int64_t DROPPED_GRAIN = 2048;         /* cache lines, which may take some 100 ns each */
 constexpr int OPERANDS = GPUOPS_MAX_INPUTS + 1; /* and the result */
 
-/* A figure is the best of some runs: of more where all large calls are expected by it, and of fewer
- * where that takes long. */
+/* A figure is the best of some runs: of more where all large calls are expected by it, or as long
+ * as each is so much faster than all before it, and of fewer where that takes long. */
 constexpr int LEAST_RUNS = 2, MORE_RUNS = 3, MOST_RUNS = 6;
-constexpr double ENOUGH_SECONDS = 1e-3, LONG_SECONDS = 8e-3;
+constexpr double ENOUGH_SECONDS = 1e-3, LONG_SECONDS = 8e-3, STEADY = 0.8;
 /* What is told apart at all. */
 constexpr double LEAST_SECONDS = 1e-7;
 
@@ -101,15 +101,16 @@ static Status fastest_after(const Before &before, const Function &function, doub
                             int least = LEAST_RUNS)
 {
     const double begun = now();
-    *seconds = 0;
+    *seconds = INFINITY;
     for (int i = 0; i < MOST_RUNS; i++) {
         before();
         const double started = now();
         Status status = function();
         if (status != STATUS_OK) return status;
         const double ended = now(), taken = fmax(ended - started, 1e-9); /* no rate is zero */
-        if (i == 0 || taken < *seconds) *seconds = taken;
-        if (i + 1 >= least && ended - begun > ENOUGH_SECONDS) break;
+        const bool is_steady = taken > STEADY * *seconds;
+        *seconds = fmin(taken, *seconds);
+        if (i + 1 >= least && is_steady && ended - begun > ENOUGH_SECONDS) break;
         if (i + 1 >= LEAST_RUNS && ended - begun > LONG_SECONDS) break;
     }
     return STATUS_OK;
