@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import re
 import sys
 from pathlib import Path
 
@@ -31,13 +32,21 @@ def main(arguments: list[str] | None = None) -> int:
         "--plot", type=Path, metavar="FIGURE", help="draw time against size, with `transfer`: .svg"
     )
     options = parser.parse_args(arguments)
+    if options.cases and not (options.output or options.quick):
+        parser.error("--cases: name the file of the figures with --output; the default is for all")
+    try:
+        re.compile(options.cases)
+    except re.error as error:
+        parser.error(f"--cases: {error}")
     if unknown := set(options.names) - set(names):
         parser.error(f"there is no benchmark named {', '.join(sorted(unknown))}")
 
     output = options.output
     if output is None and not options.quick:  # a quick run tells nothing of speed
         output = FOLDER / "results" / f"{machine_name()}.json"
-    run = Run(options.quick, options.seconds, output, options.cases)
+    run = Run(
+        quick=options.quick, case_seconds=options.seconds, output=output, pattern=options.cases
+    )
     facts = machine()
     run.say(f"{', '.join(facts['gpus']) or 'no GPU'}; {facts['processor']}, {facts['cores']} cores")
     measure_limits(run)
@@ -46,6 +55,8 @@ def main(arguments: list[str] | None = None) -> int:
     )
     for name in options.names or names:
         importlib.import_module(f".bench_{name}", __package__).measure(run)
+    if not run.cases:
+        parser.error(f"--cases: none has {options.cases!r} in its name")
     run.conclude()
     if options.plot:
         plot.draw(run.document(), options.plot)

@@ -117,7 +117,7 @@ def measure(run: Run) -> None:
                 if run.measure(case):
                     note_expected(run, "gather", case)
     run.case_seconds = seconds
-    if not run.quick:
+    if not run.quick and len(run.cases) > first:
         summarize(run, run.cases[first:])
 
 
@@ -139,8 +139,8 @@ def cases(run: Run, name: str, operator: Operator) -> Iterator[Case]:
     largest = min(operator.largest, LARGEST_QUICK) if run.quick else operator.largest
     for power in [0, *range(4, largest + 1, 2)]:
         count = 1 << power
-        case = _name(name, count)
-        if run.wants(case) and has_memory(run, case, _memory_for(operator, count)):
+        title = _name(name, count)
+        if run.wants(title) and has_memory(run, title, _memory_for(operator, count)):
             yield case_of(run, name, operator, count)
 
 

@@ -12,7 +12,6 @@ import json
 import math
 import os
 import platform
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -26,10 +25,10 @@ from . import _cache, _core
 _SIDES = {"small": 64, "far": 813, "large": 256}
 _INTEGERS = 64
 _MOST_DOT_BYTES = 16 << 10  # MOST_BYTES of csrc/matmul.c
-# A figure is the best of some runs, which go on while each is so much faster than all before it.
-_MOST_RUNS = 6
-_ENOUGH_SECONDS, _MOST_SECONDS = 3e-3, 30e-3
-_STEADY = 0.8
+# A figure is the best of some runs, as in kernels/measure.cu: until that has taken long enough, and
+# then as long as each is so much faster than all before it.
+_LEAST_RUNS, _MOST_RUNS = 3, 6
+_ENOUGH_SECONDS, _LONG_SECONDS, _STEADY = 3e-3, 30e-3, 0.8
 
 # OpenBLAS looks for work for some 100 ms, MKL for 200.
 _LOOK_SECONDS = 1e-3
@@ -76,8 +75,8 @@ def come_to_rest(most_seconds: float = _MOST_REST_SECONDS) -> bool:
 
 def _others_at_work() -> bool:
     """Tell whether another thread has a processor, or waits for one."""
-    own = str(threading.get_native_id())
     with contextlib.suppress(OSError):  # There is no such folder everywhere.
+        own = os.path.basename(os.readlink("/proc/thread-self"))
         for thread in Path("/proc/self/task").iterdir():
             if thread.name != own and _state(thread) == b"R":
                 return True
@@ -168,8 +167,8 @@ def _fastest(call: Callable[[], object]) -> float:
         call()
         seconds = time.perf_counter() - started
         spent += seconds if run > 0 else 0
-        is_steady, best = seconds > _STEADY * best, min(seconds, best)
-        if spent >= _MOST_SECONDS or (is_steady and spent >= _ENOUGH_SECONDS):
+        is_steady, best = run + 1 >= _LEAST_RUNS and seconds > _STEADY * best, min(seconds, best)
+        if spent >= _LONG_SECONDS or (is_steady and spent >= _ENOUGH_SECONDS):
             break
     return max(best, 1e-9)
 

@@ -15,15 +15,16 @@
  *     down        the same, through that ring                                   240    6
  *     kernels     6 operators once, which loads their kernels                    20   17
  *     starts      6 operators on arrays from the host, 6 runs of 60 us each      20    3
- *     parts       48 MiB up and down, 3 runs; two more rings are locked         340    8
+ *     parts       48 MiB up and down, 3 or more runs; two more rings are locked 340    8
  *     on_gpu      6 operators, 6 runs of one call and 6 of five in a row          -    3
  *     cpu_small   8 operators, 6 runs of some 10 us each                         15    1
  *     cpu_large   the same, 2 to 6 runs of 0.2 to 2 ms each                    1200   11
- *     cpu_far     2 operators, 2 or 3 runs of 0.15 ms each, whose operands are   200    5
+ *     cpu_far     2 operators, 2 to 6 runs of 0.15 ms each, whose operands are   200    5
  *                 brought out of the caches before; and rows, of 0.7 ms
  *
- * Of those that do the same work only one is run. Products of matrices are not: on the CPU they are
- * NumPy's, which _calibration.py times in some 10 ms more, and on the GPU they may be that of a
+ * That is on a quiet host: runs go on as long as each is so much faster than all before it. Of
+ * those that do the same work only one is run. Products of matrices are not: on the CPU they are
+ * NumPy's, which _calibration.py times in 10 to 30 ms more, and on the GPU they may be that of a
  * library that takes long to open. There the number of multiprocessors and their clock tell.
  */
 #include "common.cuh"

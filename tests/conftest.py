@@ -39,7 +39,7 @@ def pytest_addoption(parser):
     group.addoption("--require-gpu", action="store_true", help="fail where there is no usable GPU")
     group.addoption("--require-fake", action="store_true", help="fail where there is no fake build")
     group.addoption("--package", metavar="DIR", help="test the package in DIR, not the installed")
-    group.addoption("--fake", metavar="DIR", help="a finished fake build (default: build/fake)")
+    group.addoption("--fake", metavar="DIR", help="a finished fake build, or none (build/fake)")
 
 
 def pytest_configure(config):

@@ -128,6 +128,29 @@ run = Run(case_seconds=0.01)
     return run_child(device.gpuops, prelude + source, **environment)
 
 
+def test_some_cases_only(cpu_device, tmp_path):
+    source = f"""
+import contextlib, io, json
+from pathlib import Path
+from benchmarks.__main__ import main
+file = Path({str(tmp_path / "figures.json")!r})
+def measured(pattern):
+    assert main(["auto", "--quick", "--output", str(file), "--cases", pattern]) == 0
+    return [case["case"] for case in json.loads(file.read_text())["cases"]]
+assert measured(": (add|take) of 16 f") == ["auto: take of 16 float32", "auto: add of 16 float32"]
+file.unlink()
+def refused(*options):
+    said = io.StringIO()
+    with contextlib.suppress(SystemExit), contextlib.redirect_stderr(said):
+        main(["auto", *options])
+    return said.getvalue()
+assert "--cases: missing )" in refused("--quick", "--cases", "(")
+assert "none has 'of 17'" in refused("--quick", "--cases", "of 17")
+assert "name the file" in refused("--cases", "add")
+"""
+    said_by(cpu_device, tmp_path, source)
+
+
 def test_a_size_without_memory(cpu_device, tmp_path):
     source = """
 from benchmarks import bench_auto

@@ -704,6 +704,7 @@ def test_threads_that_cannot_be_looked_at_are_taken_to_rest(monkeypatch, tmp_pat
     assert _calibration.come_to_rest()
     (tmp_path / "proc/self/task/77/stat").write_text("77 (a) b) R 1 2 3")
     assert _calibration._others_at_work()
+    assert not _calibration.come_to_rest(0)
     (tmp_path / "proc/self/task/77/stat").write_text("77 (R) S 1 2 3")
     assert _calibration.come_to_rest()
 
@@ -722,7 +723,7 @@ def test_runs_go_on_while_each_is_faster(monkeypatch):
 
     found = [
         fastest(5e-3, 2e-3, 1.9e-3, 1e-3),  # enough
-        fastest(2e-2, 1.7e-2, 1e-3),
+        fastest(2e-2, 1.7e-2, 1.5e-3, 1.5e-3, 1e-4),
         fastest(2e-2, 3e-2, 1e-3),  # long
         fastest(2e-1, 3.1e-2, 1e-3),
         fastest(3e-2, 2e-3, 1e-4, 1e-4, 1e-4, 1e-4, 1e-5),  # threads that were started
@@ -731,7 +732,7 @@ def test_runs_go_on_while_each_is_faster(monkeypatch):
     ]
     monkeypatch.undo()
     assert found == [
-        (1.9e-3, 3), (1.7e-2, 2), (2e-2, 2), (3.1e-2, 2), (1e-4, 6), (6e-4, 4), (1e-5, 6),
+        (1.9e-3, 3), (1.5e-3, 4), (2e-2, 2), (3.1e-2, 2), (1e-4, 6), (6e-4, 4), (1e-5, 6),
     ]  # fmt: skip
 
 
