@@ -25,8 +25,8 @@ from . import _cache, _core
 _SIDES = {"small": 64, "far": 813, "large": 256}
 _INTEGERS = 64
 _MOST_DOT_BYTES = 16 << 10  # MOST_BYTES of csrc/matmul.c
-# A figure is the best of some runs, as in kernels/measure.cu: until that has taken long enough, and
-# then as long as each is so much faster than all before it.
+# A figure is the best of some runs, which go on until they have taken long enough, and then as long
+# as each is so much faster than all before it.
 _LEAST_RUNS, _MOST_RUNS = 3, 6
 _ENOUGH_SECONDS, _LONG_SECONDS, _STEADY = 3e-3, 30e-3, 0.8
 

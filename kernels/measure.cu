@@ -15,16 +15,15 @@
  *     down        the same, through that ring                                   240    6
  *     kernels     6 operators once, which loads their kernels                    20   17
  *     starts      6 operators on arrays from the host, 6 runs of 60 us each      20    3
- *     parts       48 MiB up and down, 3 or more runs; two more rings are locked 340    8
+ *     parts       48 MiB up and down, 3 runs; two more rings are locked         340    8
  *     on_gpu      6 operators, 6 runs of one call and 6 of five in a row          -    3
  *     cpu_small   8 operators, 6 runs of some 10 us each                         15    1
  *     cpu_large   the same, 2 to 6 runs of 0.2 to 2 ms each                    1200   11
- *     cpu_far     2 operators, 2 to 6 runs of 0.15 ms each, whose operands are   200    5
+ *     cpu_far     2 operators, 2 or 3 runs of 0.15 ms each, whose operands are   200    5
  *                 brought out of the caches before; and rows, of 0.7 ms
  *
- * That is on a quiet host: runs go on as long as each is so much faster than all before it. Of
- * those that do the same work only one is run. Products of matrices are not: on the CPU they are
- * NumPy's, which _calibration.py times in 10 to 30 ms more, and on the GPU they may be that of a
+ * Of those that do the same work only one is run. Products of matrices are not: on the CPU they are
+ * NumPy's, which _calibration.py times in some 10 ms more, and on the GPU they may be that of a
  * library that takes long to open. There the number of multiprocessors and their clock tell.
  */
 #include "common.cuh"
@@ -55,10 +54,10 @@ constexpr int64_t HUGE_PAGE_BYTES = 2 << 20;
 constexpr int64_t DROPPED_GRAIN = 2048;         /* cache lines, which may take some 100 ns each */
 constexpr int OPERANDS = GPUOPS_MAX_INPUTS + 1; /* and the result */
 
-/* A figure is the best of some runs: of more where all large calls are expected by it, or as long
- * as each is so much faster than all before it, and of fewer where that takes long. */
+/* A figure is the best of some runs: of more where all large calls are expected by it, and of fewer
+ * where that takes long. */
 constexpr int LEAST_RUNS = 2, MORE_RUNS = 3, MOST_RUNS = 6;
-constexpr double ENOUGH_SECONDS = 1e-3, LONG_SECONDS = 8e-3, STEADY = 0.8;
+constexpr double ENOUGH_SECONDS = 1e-3, LONG_SECONDS = 8e-3;
 /* What is told apart at all. */
 constexpr double LEAST_SECONDS = 1e-7;
 
@@ -102,16 +101,15 @@ static Status fastest_after(const Before &before, const Function &function, doub
                             int least = LEAST_RUNS)
 {
     const double begun = now();
-    *seconds = INFINITY;
+    *seconds = 0;
     for (int i = 0; i < MOST_RUNS; i++) {
         before();
         const double started = now();
         Status status = function();
         if (status != STATUS_OK) return status;
         const double ended = now(), taken = fmax(ended - started, 1e-9); /* no rate is zero */
-        const bool is_steady = taken > STEADY * *seconds;
-        *seconds = fmin(taken, *seconds);
-        if (i + 1 >= least && is_steady && ended - begun > ENOUGH_SECONDS) break;
+        if (i == 0 || taken < *seconds) *seconds = taken;
+        if (i + 1 >= least && ended - begun > ENOUGH_SECONDS) break;
         if (i + 1 >= LEAST_RUNS && ended - begun > LONG_SECONDS) break;
     }
     return STATUS_OK;
