@@ -8,28 +8,28 @@ its key. What was measured beside other work of the process is for this process 
 """
 
 import contextlib
+import itertools
 import json
 import math
 import os
 import platform
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy
 
 from . import _cache, _core
 
-# Matrices that take SMALL_SUMS, FAR_SUMS and LARGE_SUMS multiplications (kernels/gpuops.h): the
-# longest start the threads of a BLAS, which takes no part in what the next ones take.
-_SIDES = {"small": 64, "far": 813, "large": 256}
+# Matrices that take SMALL_SUMS, LARGE_SUMS and FAR_SUMS multiplications (kernels/gpuops.h).
+_SIDES = {"small": 64, "large": 256, "far": 813}
 _INTEGERS = 64
 _MOST_DOT_BYTES = 16 << 10  # MOST_BYTES of csrc/matmul.c
 # A figure is the best of some runs, which go on until they have taken long enough, and then as long
-# as each is so much faster than all before it.
+# as each is so much faster than all before it, or as long as it is so much slower than expected.
 _LEAST_RUNS, _MOST_RUNS = 3, 6
-_ENOUGH_SECONDS, _LONG_SECONDS, _STEADY = 3e-3, 30e-3, 0.8
+_ENOUGH_SECONDS, _LONG_SECONDS, _STEADY = 3e-3, 20e-3, 0.8
 
+_TASKS = "/proc/self/task"
 # OpenBLAS looks for work for some 100 ms, MKL for 200.
 _LOOK_SECONDS = 1e-3
 _MOST_REST_SECONDS = 0.3
@@ -77,16 +77,14 @@ def _others_at_work() -> bool:
     """Tell whether another thread has a processor, or waits for one."""
     with contextlib.suppress(OSError):  # There is no such folder everywhere.
         own = os.path.basename(os.readlink("/proc/thread-self"))
-        for thread in Path("/proc/self/task").iterdir():
-            if thread.name != own and _state(thread) == b"R":
-                return True
+        return any(thread != own and _state(thread) == b"R" for thread in os.listdir(_TASKS))
     return False
 
 
-def _state(thread: Path) -> bytes:
+def _state(thread: str) -> bytes:
     """Return the letter for what a thread does; none where it is over."""
-    with contextlib.suppress(OSError):
-        return (thread / "stat").read_bytes().rpartition(b")")[2].strip()[:1]
+    with contextlib.suppress(OSError), open(f"{_TASKS}/{thread}/stat", "rb") as file:
+        return file.read().rpartition(b")")[2].strip()[:1]
     return b""
 
 
@@ -142,33 +140,36 @@ def _decoded(entry: bytes | None) -> dict[str, float]:
 
 
 def _add_products(rates: dict[str, float]) -> None:
+    least = math.inf  # what one multiplication takes, with its addition
     for size, side in _SIDES.items():
         matrix = numpy.ones((side, side), numpy.float32)
-        rates[f"matmul.cpu_{size}"] = _seconds_of_product(matrix)
-    # Of large matrices one multiplication takes no longer, whatever their threads had to wait for.
-    rates["matmul.cpu_far"] = min(rates["matmul.cpu_far"], rates["matmul.cpu_large"])
+        # Of larger matrices it takes no longer, whatever their threads have to wait for.
+        least = min(_seconds_of_product(matrix, least * side**3) / side**3, least)
+        rates[f"matmul.cpu_{size}"] = least
     integers = _seconds_of_product(numpy.ones((_INTEGERS, _INTEGERS), numpy.int32))
-    rates["integer_factor"] = max(integers / rates["matmul.cpu_small"], 1.0)
+    rates["integer_factor"] = max(integers / _INTEGERS**3 / rates["matmul.cpu_small"], 1.0)
 
 
-def _seconds_of_product(matrix: numpy.ndarray) -> float:
-    """Return how long one multiplication takes, with its addition, in the way of csrc/matmul.c."""
+def _seconds_of_product(matrix: numpy.ndarray, expected: float = math.inf) -> float:
+    """Return how long a product takes, in the way of csrc/matmul.c."""
     is_for_dot = matrix.dtype.kind == "f" and matrix.nbytes <= _MOST_DOT_BYTES
     multiply = numpy.dot if is_for_dot else numpy.matmul
     out = numpy.empty_like(matrix)
-    return _fastest(lambda: multiply(matrix, matrix, out)) / len(matrix) ** 3
+    return _fastest(lambda: multiply(matrix, matrix, out), expected)
 
 
-def _fastest(call: Callable[[], object]) -> float:
+def _fastest(call: Callable[[], object], expected: float = math.inf) -> float:
     best = math.inf
     spent = 0.0  # but for the first run, which may have started threads
-    for run in range(_MOST_RUNS):
+    for run in itertools.count(1):
         started = time.perf_counter()
         call()
         seconds = time.perf_counter() - started
-        spent += seconds if run > 0 else 0
-        is_steady, best = run + 1 >= _LEAST_RUNS and seconds > _STEADY * best, min(seconds, best)
-        if spent >= _LONG_SECONDS or (is_steady and spent >= _ENOUGH_SECONDS):
+        spent += seconds if run > 1 else 0
+        is_steady, best = seconds > _STEADY * best, min(seconds, best)
+        is_enough = spent >= _ENOUGH_SECONDS and run >= _LEAST_RUNS and is_steady
+        is_expected = _STEADY * best <= expected
+        if spent >= _LONG_SECONDS or ((is_enough or run >= _MOST_RUNS) and is_expected):
             break
     return max(best, 1e-9)
 

@@ -487,6 +487,7 @@ enum {
     SMALL_SUMS = 1 << 18,
     LARGE_SUMS = 1 << 24,
     FAR_SUMS = 1 << 29,
+    FAR_FILTER_SUMS = 100 << 20,
 };
 /* And copies: the driver makes short ones; workers, who have to wake, those from here on; and long
  * ones go at the speed of the bus. */

@@ -37,6 +37,7 @@ enum { SIZES = 3 };
 static const double OPERAND_BYTES[] = {12.0 * SMALL_ITEMS, 12.0 * LARGE_ITEMS, 512 << 20};
 static const double TABLE_BYTES[] = {4.0 * SMALL_ITEMS, 4.0 * LARGE_ITEMS, 4.0 * FAR_TABLE_ITEMS};
 static const double SUMS[] = {SMALL_SUMS, LARGE_SUMS, FAR_SUMS};
+static const double FILTER_SUMS[] = {SMALL_SUMS, LARGE_SUMS, FAR_FILTER_SUMS};
 static const double COPY_BYTES[] = {SHORT_COPY_BYTES, MIDDLE_COPY_BYTES, LONG_COPY_BYTES};
 
 /* Below this, nobody asks what is page-locked. */
@@ -222,7 +223,7 @@ static double seconds_on_cpu(const Call *call, const Weight *weight, const doubl
     double work;
     if (call->work == WORK_SUMS)
         work = weight->units * sums_factor(call, rates, false) *
-               rate_on_cpu(rates, op, SUMS, call->operations);
+               rate_on_cpu(rates, op, is_product(call) ? SUMS : FILTER_SUMS, call->operations);
     else
         work = weight->units * rate_on_cpu(rates, op, OPERAND_BYTES, weight->working);
     return fmax(work, memory);
