@@ -20,12 +20,14 @@ import numpy
 
 from . import _cache, _core
 
-# Matrices that take SMALL_SUMS, LARGE_SUMS and FAR_SUMS multiplications (kernels/gpuops.h).
+# Matrices that take SMALL_SUMS, LARGE_SUMS and FAR_SUMS multiplications (kernels/gpuops.h). Each
+# tells what is expected of the next; the first has no use for the threads of a BLAS.
 _SIDES = {"small": 64, "large": 256, "far": 813}
 _INTEGERS = 64
 _MOST_DOT_BYTES = 16 << 10  # MOST_BYTES of csrc/matmul.c
 # A figure is the best of some runs, which go on until they have taken long enough, and then as long
-# as each is so much faster than all before it, or as long as it is so much slower than expected.
+# as each is so much faster than all before it, up to some number; or as long as the best of them is
+# so much slower than expected, up to some time.
 _LEAST_RUNS, _MOST_RUNS = 3, 6
 _ENOUGH_SECONDS, _LONG_SECONDS, _STEADY = 3e-3, 20e-3, 0.8
 
@@ -169,7 +171,7 @@ def _fastest(call: Callable[[], object], expected: float = math.inf) -> float:
         is_steady, best = seconds > _STEADY * best, min(seconds, best)
         is_enough = spent >= _ENOUGH_SECONDS and run >= _LEAST_RUNS and is_steady
         is_expected = _STEADY * best <= expected
-        if spent >= _LONG_SECONDS or ((is_enough or run >= _MOST_RUNS) and is_expected):
+        if spent >= _LONG_SECONDS or ((is_enough or run == _MOST_RUNS) and is_expected):
             break
     return max(best, 1e-9)
 

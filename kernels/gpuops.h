@@ -455,7 +455,7 @@ typedef struct Route {
 enum {
     RATE_CPU_SMALL, /* of an operator: for operands that a core's own cache holds, */
     RATE_CPU_LARGE, /* for those that no cache of a core does, */
-    RATE_CPU_FAR,   /* and for those that no cache at all does; */
+    RATE_CPU_FAR,   /* and for those that no cache at all does, or for the most sums; */
     RATE_GPU,       /* for arrays on the GPU; */
     RATE_START,     /* and of a call between host arrays that goes there and does next to nothing */
     RATES_OF_OPERATOR
@@ -478,7 +478,8 @@ enum {
     RATES
 };
 /* The calls that were measured: elements of float32 in an operand, far ones in a copy and in a call
- * in parts, and of a table that is read in rows; and about so many multiplications. */
+ * in parts, and of a table that is read in rows; and about so many multiplications of matrices, or
+ * of the most for filters. */
 enum {
     SMALL_ITEMS = 16 << 10,
     LARGE_ITEMS = 4 << 20,

@@ -1,7 +1,7 @@
 /* How fast this machine is, for the cost model of route.c: operators are run on arrays of two sizes
- * on the CPU, and some of them on arrays that no cache holds; on the GPU on arrays that are there,
- * and on small ones that come from the host; and there are a few copies, up, down and both at a
- * time.
+ * on the CPU, some of them on arrays that no cache holds, and a filter on an image for which it
+ * does not count when the threads wake up; on the GPU on arrays that are there, and on small ones
+ * that come from the host; and there are a few copies, up, down and both at a time.
  *
  * The first call waits for all this, which is to take less than 100 ms, so each step has a budget:
  * what it moves in all, and what that takes on a host with 16 cores, whose memory gives 70 GB/s,
@@ -24,8 +24,9 @@
  *                 image, of 1 ms
  *
  * Of those that do the same work only one is run. Products of matrices are not: on the CPU they are
- * NumPy's, which _calibration.py times in some 10 ms more, and on the GPU they may be that of a
- * library that takes long to open. There the number of multiprocessors and their clock tell.
+ * NumPy's, which _calibration.py times in some 10 ms more, or in 60 where the threads of its BLAS
+ * wait for processors, and on the GPU they may be that of a library that takes long to open. There
+ * the number of multiprocessors and their clock tell.
  */
 #include "common.cuh"
 #include "pipeline.cuh"
@@ -87,6 +88,9 @@ static_assert(3 * FAR_BYTES <= FAR_TABLE_BYTES &&
                   OPERANDS * LARGE_BYTES + LARGE_INDEX_BYTES <= FAR_TABLE_BYTES,
               "");
 static_assert(LONG_COPY_BYTES < FAR_BYTES && FAR_BYTES <= OPERANDS * LARGE_BYTES, "");
+static_assert(FAR.image * FAR.image * WEIGHTS * WEIGHTS == FAR_FILTER_SUMS &&
+                  FAR.image * FAR.image * (int64_t)sizeof(float) <= FAR_BYTES,
+              "");
 
 static double now(void)
 {
@@ -352,8 +356,8 @@ static Status measure_far_rows(const Areas &areas, double *rates)
     return measure_far(areas, OPERATOR_gather, FAR, move_on, rates);
 }
 
-/* An image that takes so long that it does not count when the threads wake up. Of a larger one no
- * sum takes longer. */
+/* An image that takes so long that it does not count when the threads wake up. No multiplication
+ * takes longer in it than in a smaller one. */
 static Status measure_far_image(const Areas &areas, double *rates)
 {
     const Status status = measure_far(areas, OPERATOR_correlate, FAR, [] {}, rates);

@@ -720,11 +720,12 @@ def test_threads_that_cannot_be_looked_at_are_taken_to_rest(monkeypatch, tmp_pat
     assert _calibration.come_to_rest()
 
 
-def test_runs_go_on_while_each_is_faster(monkeypatch):
+def test_runs_go_on_while_they_become_faster_or_are_slower_than_expected(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(_calibration.time, "perf_counter", lambda: now[0])
 
     def fastest(*runs, expected=math.inf):
+        now[0] = 0.0
         left = list(runs)
 
         def call():
@@ -735,20 +736,22 @@ def test_runs_go_on_while_each_is_faster(monkeypatch):
     found = [
         fastest(5e-3, 2e-3, 1.9e-3, 1e-3),  # enough
         fastest(2e-2, 1.7e-2, 1.5e-3, 1.5e-3, 1e-4),
-        fastest(2e-2, 2e-2, 1e-3),  # long
+        fastest(2e-2, 2.1e-2, 1e-3),  # long
         fastest(2e-1, 2.1e-2, 1e-3),
         fastest(3e-2, 2e-3, 1e-4, 1e-4, 1e-4, 1e-4, 1e-5),  # threads that were started
         fastest(5e-2, 1e-2, 7e-4, 6e-4, 5e-4),
         fastest(*[1e-5] * 9),
         # Threads that do not yet have a processor each.
-        fastest(2e-2, 3e-3, 3e-3, 3e-3, 3e-3, 3e-3, 3e-3, 1e-4, expected=1e-3),
+        fastest(2e-2, *[3e-3] * 6, 1e-4, 1e-4, 1e-5, expected=1e-3),
+        fastest(2e-2, *[2e-3] * 7, 1.2e-3, 1e-4, 1e-4, 1e-5, expected=1e-3),
+        fastest(2e-2, *[3e-3] * 12, expected=1e-3),  # long
         fastest(3e-3, 3e-3, 3e-3, 1e-4, 1e-4, 1e-5, expected=1e-3),
         fastest(3e-3, 1.2e-3, 1.2e-3, 1.2e-3, 1e-5, expected=1e-3),  # near enough
     ]
     monkeypatch.undo()
     assert found == [
         (1.9e-3, 3), (1.5e-3, 4), (2e-2, 2), (2.1e-2, 2), (1e-4, 6), (6e-4, 4), (1e-5, 6),
-        (1e-4, 8), (1e-4, 5), (1.2e-3, 4),
+        (1e-4, 9), (1e-4, 11), (3e-3, 8), (1e-4, 5), (1.2e-3, 4),
     ]  # fmt: skip
 
 
