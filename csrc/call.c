@@ -1041,7 +1041,7 @@ PyObject *call_operator(PyObject *module, int op, PyObject *const *args, Py_ssiz
         result = call_planned(state, &opened.call, &opened.arguments, opened.leader, &opened.work);
     close_call(&opened, &result);
     if (opened.work.unmeasured == DEVICE_AUTO) return result;
-    if (measure_machine(module, opened.work.unmeasured) < 0) return NULL;
+    if (measure_machine(module, opened.work.unmeasured, op) < 0) return NULL;
     return call_operator(module, op, args, count, names);
 }
 
@@ -1081,6 +1081,7 @@ PyObject *explain_operator(PyObject *module, int op, PyObject *const *args, Py_s
     if (bind_arguments(signature, args, count, names, values) < 0) return NULL;
     PyObject *result = explain_once(module, signature, values, &unmeasured);
     if (unmeasured == DEVICE_AUTO) return result;
-    if (machine_claim(unmeasured, true) && measure_machine(module, unmeasured) < 0) return NULL;
+    if (machine_claim(unmeasured, work_of(op), true) && measure_machine(module, unmeasured, op) < 0)
+        return NULL;
     return explain_once(module, signature, values, NULL);
 }

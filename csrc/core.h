@@ -247,7 +247,7 @@ PyObject *explain_operator(PyObject *module, int op, PyObject *const *args, Py_s
  * the caller is to measure first, else DEVICE_AUTO. */
 int choose_automatically(const Call *call, Candidate *taken);
 /* Runs Python code. -1 with an exception that is not about the machine. */
-int measure_machine(PyObject *module, int device);
+int measure_machine(PyObject *module, int device, int op);
 /* For last_route: a call between host arrays that was begun at that time and is over now, and one
  * between arrays on a device. */
 void note_route(const Call *call, const Candidate *candidate, uint64_t started);

@@ -23,32 +23,31 @@ int choose_automatically(const Call *call, Candidate *taken)
     if (route_is_clear(call)) return DEVICE_AUTO;
     Choice choice = {.call = call, .device = DEVICE_AUTO};
     (void)without_gil(choose, &choice);
-    if (choice.unmeasured != DEVICE_AUTO && machine_claim(choice.unmeasured, false))
+    if (choice.unmeasured != DEVICE_AUTO &&
+        machine_claim(choice.unmeasured, work_of(call->op->number), false))
         return choice.unmeasured;
     *taken = choice.route.candidates[choice.route.chosen];
     return DEVICE_AUTO;
 }
 
-int measure_machine(PyObject *module, int device)
+int measure_machine(PyObject *module, int device, int op)
 {
     PyObject *names = Py_BuildValue("(s)", "calibrate"), *found = NULL, *done = NULL;
     if (names != NULL)
         found =
             PyImport_ImportModuleLevel("_calibration", PyModule_GetDict(module), NULL, names, 1);
-    if (found != NULL) done = PyObject_CallMethod(found, "calibrate", "i", device);
+    if (found != NULL)
+        done = PyObject_CallMethod(found, "calibrate", "is", device, work_name(work_of(op)));
     const bool is_done = done != NULL;
     Py_XDECREF(done);
     Py_XDECREF(found);
     Py_XDECREF(names);
-    if (machine_measured(device) == MEASURED_UNDER_WAY) {
-        /* A machine that cannot be measured is no error of the call; but Ctrl-C is for the program,
-         * and says nothing of the machine. */
-        const bool is_stopped = !is_done && !PyErr_ExceptionMatches(PyExc_Exception);
-        machine_tell(device, is_stopped ? MEASURED_NOT : MEASURED_FAILED, NULL);
-    }
-    if (is_done) return 0;
-    if (!PyErr_ExceptionMatches(PyExc_Exception)) return -1;
-    PyErr_Clear();
+    /* A machine that cannot be measured is no error of the call; but Ctrl-C is for the program, and
+     * says nothing of the machine. */
+    const bool is_stopped = !is_done && !PyErr_ExceptionMatches(PyExc_Exception);
+    machine_leave(device, !is_stopped && machine_measured(device, work_of(op)) != MEASURED);
+    if (is_stopped) return -1;
+    if (!is_done) PyErr_Clear();
     return 0;
 }
 
@@ -217,6 +216,7 @@ static PyObject *explain(PyObject *module, PyObject *const *args, Py_ssize_t cou
 
 typedef struct Measuring {
     int device;
+    WorkKind work;
     double rates[RATES], steps[STEPS];
 } Measuring;
 /* Seconds of the last measuring on each thread. */
@@ -225,7 +225,7 @@ static _Thread_local double last_steps[STEPS];
 static Status measure(void *context)
 {
     Measuring *measuring = context;
-    return machine_measure(measuring->device, measuring->rates, measuring->steps);
+    return machine_measure(measuring->device, measuring->work, measuring->rates, measuring->steps);
 }
 
 static int add_number(PyObject *dict, const char *name, double number)
@@ -236,10 +236,23 @@ static int add_number(PyObject *dict, const char *name, double number)
     return status;
 }
 
-static PyObject *measure_rates(PyObject *module, PyObject *object)
+static int find_work(const char *name, WorkKind *work)
 {
-    Measuring measuring = {.device = (int)PyLong_AsLong(object)};
-    if (PyErr_Occurred()) return NULL;
+    for (int i = 0; i < WORK_KINDS; i++)
+        if (strcmp(name, work_name((WorkKind)i)) == 0) {
+            *work = (WorkKind)i;
+            return 0;
+        }
+    PyErr_Format(PyExc_ValueError, "there is no work named \"%s\"", name);
+    return -1;
+}
+
+static PyObject *measure_rates(PyObject *module, PyObject *args)
+{
+    Measuring measuring = {.device = 0};
+    const char *work;
+    if (!PyArg_ParseTuple(args, "is:_measure_rates", &measuring.device, &work)) return NULL;
+    if (find_work(work, &measuring.work) < 0) return NULL;
     Status status = without_gil(measure, &measuring);
     if (status != STATUS_OK)
         return raise_status(PyModule_GetState(module), status, "calibrate", measuring.device);
@@ -247,7 +260,8 @@ static PyObject *measure_rates(PyObject *module, PyObject *object)
     PyObject *rates = PyDict_New();
     char name[64];
     for (int i = 0; i < RATES && rates != NULL; i++)
-        if (add_number(rates, rate_name(i, name, sizeof name), measuring.rates[i]) < 0)
+        if (work_of_rate(i) == measuring.work &&
+            add_number(rates, rate_name(i, name, sizeof name), measuring.rates[i]) < 0)
             Py_CLEAR(rates);
     return rates;
 }
@@ -278,15 +292,19 @@ static int read_rate(PyObject *given, int rate, double *value)
 static PyObject *tell_rates(PyObject *module, PyObject *args)
 {
     PyObject *given;
-    double rates[RATES];
+    double rates[RATES] = {0};
+    const char *name;
     int device;
-    if (!PyArg_ParseTuple(args, "iO!:_tell_rates", &device, &PyDict_Type, &given)) return NULL;
+    WorkKind work;
+    if (!PyArg_ParseTuple(args, "isO!:_tell_rates", &device, &name, &PyDict_Type, &given))
+        return NULL;
+    if (find_work(name, &work) < 0) return NULL;
     for (int i = 0; i < RATES; i++)
-        if (read_rate(given, i, &rates[i]) < 0) return NULL;
-    Status status = machine_check(rates);
+        if (work_of_rate(i) == work && read_rate(given, i, &rates[i]) < 0) return NULL;
+    Status status = machine_check(work, rates);
     if (status != STATUS_OK)
         return raise_status(PyModule_GetState(module), status, "calibrate", device);
-    if (machine_measured(device) == MEASURED_UNDER_WAY) machine_tell(device, MEASURED, rates);
+    if (machine_measured(device, work) == MEASURED_UNDER_WAY) machine_tell(device, work, rates);
     Py_RETURN_NONE;
 }
 
@@ -297,15 +315,16 @@ PyMethodDef route_methods[] = {
     {"_last_route", last_route, METH_NOARGS,
      "_last_route($module)\n--\n\n"
      "(operator, candidate, elapsed) of the last call of this thread, or None."},
-    {"_measure_rates", measure_rates, METH_O,
-     "_measure_rates($module, ordinal, /)\n--\n\n"
-     "Measure this machine with a GPU, or with -1 without one; a dict, in which what was not\n"
-     "measured is 0."},
+    {"_measure_rates", measure_rates, METH_VARARGS,
+     "_measure_rates($module, ordinal, work, /)\n--\n\n"
+     "Measure what some work needs to be known of this machine with a GPU, or with -1 without\n"
+     "one; a dict, in which what was not measured is 0."},
     {"_measured_steps", measured_steps, METH_NOARGS,
      "_measured_steps($module)\n--\n\n"
      "Seconds that each step of this thread's last _measure_rates took; a dict."},
     {"_tell_rates", tell_rates, METH_VARARGS,
-     "_tell_rates($module, ordinal, rates, /)\n--\n\n"
-     "Let the cost model have rates, if it waits for them; ValueError if they are not usable."},
+     "_tell_rates($module, ordinal, work, rates, /)\n--\n\n"
+     "Let the cost model have the rates of some work, if it waits for them; ValueError if they\n"
+     "are not usable."},
     {NULL, NULL, 0, NULL},
 };

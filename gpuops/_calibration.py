@@ -20,6 +20,8 @@ import numpy
 
 from . import _cache, _core
 
+_ELEMENTS, _PRODUCTS = "elements", "products"  # of work_name in kernels/route.c
+
 # Matrices that take SMALL_SUMS, LARGE_SUMS and FAR_SUMS multiplications (kernels/gpuops.h). Each
 # tells what is expected of the next; the first has no use for the threads of a BLAS.
 _SIDES = {"small": 64, "large": 256, "far": 813}
@@ -44,19 +46,28 @@ _VARIABLES = (
 )  # fmt: skip
 
 
-def calibrate(ordinal: int) -> None:
-    """Let the cost model know this machine with a GPU, or with -1 without one."""
-    key = _cache.key_of(_machine(ordinal))
+def calibrate(ordinal: int, work: str) -> None:
+    """Let the cost model know what calls of some work need of this machine.
+
+    With a GPU, or with -1 without one. All calls need what is known of elements.
+    """
+    machine = _machine(ordinal)
+    for each in dict.fromkeys([_ELEMENTS, work]):
+        _learn(ordinal, each, _cache.key_of([*machine, each.encode()]))
+
+
+def _learn(ordinal: int, work: str, key: str) -> None:
     with contextlib.suppress(ValueError):
-        _core._tell_rates(ordinal, _decoded(_load(key)))
+        _core._tell_rates(ordinal, work, _decoded(_load(key)))
         return
     is_alone = come_to_rest()
-    rates = _core._measure_rates(ordinal)
+    rates = _core._measure_rates(ordinal, work)
     is_alone = is_alone and come_to_rest()  # nor has another one begun
-    _add_products(rates)
+    if work == _PRODUCTS:
+        _add_products(rates)
     if ordinal < 0:
         _fill_up(rates)
-    _core._tell_rates(ordinal, rates)
+    _core._tell_rates(ordinal, work, rates)
     if is_alone:
         _cache.store(key, json.dumps(rates).encode(), _cache.CALIBRATION)
 

@@ -204,7 +204,9 @@ typedef enum Border {
 typedef enum WorkKind {
     WORK_ELEMENTS, /* the bytes of the operands and the result */
     WORK_ROWS,     /* of those that are moved one by one, and the lines of memory that they touch */
-    WORK_SUMS,     /* multiplications, each with an addition */
+    WORK_PRODUCTS, /* multiplications, each with an addition, of matrices, */
+    WORK_FILTERS,  /* and of images */
+    WORK_KINDS
 } WorkKind;
 
 /* How a product of float32 matrices is computed. */
@@ -265,7 +267,7 @@ typedef struct Call {
      * call is not for it. */
     Status (*run_in_parts)(struct Call *call, bool *done);
     WorkKind work;
-    double operations; /* WORK_ROWS: rows; WORK_SUMS: multiplications */
+    double operations; /* of rows: how many; of sums: multiplications */
 } Call;
 
 typedef struct Operator {
@@ -494,22 +496,32 @@ enum {
  * ones go at the speed of the bus. */
 enum { SHORT_COPY_BYTES = 256 << 10, MIDDLE_COPY_BYTES = 2 << 20, LONG_COPY_BYTES = 16 << 20 };
 const char *rate_name(int rate, char *text, size_t size);
+/* What an operator does, and a rate is of. Those of the machine, which all calls go by, are of
+ * elements, as the first to be known. */
+WorkKind work_of(int op);
+WorkKind work_of_rate(int rate);
+const char *work_name(WorkKind work);
 /* Of a copy in one of the directions, whose rates these are: of short, middle and long ones, and of
  * each byte beyond these. */
 double copy_seconds(const double rates[4], double bytes);
 
 /* What is known of a machine, by device; DEVICE_CPU: of one without a GPU. */
 typedef enum Measured { MEASURED_NOT, MEASURED_UNDER_WAY, MEASURED_FAILED, MEASURED } Measured;
-Measured machine_measured(int device);
-/* Of those who come at once, one is to measure it, and to tell what came of it. That it could not
- * be done holds for a while, longer each time, for all but those who try again. */
-bool machine_claim(int device, bool again);
-void machine_tell(int device, Measured measured, const double rates[RATES]);
-/* STATUS_VALUE_ERROR where a rate is no positive number. */
-Status machine_check(const double rates[RATES]);
-/* Measures the rates, all but those of products of matrices on the CPU, which are 0 then. The steps
- * in which that is done (measure.cu) are for those who look where its time goes: seconds, or 0 of
- * what there was no need for. */
+Measured machine_measured(int device, WorkKind work);
+/* Of those who come at once, one is to measure what some work needs, to tell what came of it, and
+ * to leave. That it could not be done holds for a while, longer each time, for all but those who
+ * try again. */
+bool machine_claim(int device, WorkKind work, bool again);
+void machine_tell(int device, WorkKind work, const double rates[RATES]);
+void machine_leave(int device, bool failed);
+/* STATUS_VALUE_ERROR where a rate of this work is no positive number. */
+Status machine_check(WorkKind work, const double rates[RATES]);
+/* Those that are known; the others are 0. */
+void machine_rates(int device, double rates[RATES]);
+/* Measures the rates of some work, all but those of products of matrices on the CPU, which are 0
+ * then. What is not of elements needs the rates of these, told before. The steps in which that is
+ * done (measure.cu) are for those who look where its time goes: seconds, or 0 of what there was no
+ * need for. */
 enum {
     STEP_MEMORY,
     STEP_DEVICE,
@@ -525,7 +537,7 @@ enum {
     STEP_CPU_FAR,
     STEPS
 };
-Status machine_measure(int device, double rates[RATES], double steps[STEPS]);
+Status machine_measure(int device, WorkKind work, double rates[RATES], double steps[STEPS]);
 const char *step_name(int step);
 
 /* How large a part of an operand of so many bytes is, where a call between arrays on the host goes

@@ -3,9 +3,11 @@
  * does not count when the threads wake up; on the GPU on arrays that are there, and on small ones
  * that come from the host; and there are a few copies, up, down and both at a time.
  *
- * The first call waits for all this, which is to take less than 100 ms, so each step has a budget:
- * what it moves in all, and what that takes on a host with 16 cores, whose memory gives 70 GB/s,
- * and on an H200 behind a bus of 50 GB/s. benchmarks/bench_calibration shows what it did take.
+ * The first call of each work waits for what is to be known of that (elements, rows, filters), and
+ * of elements where it is not yet: of the machine as such nothing else is needed. This is to take
+ * less than 100 ms each time, so each step has a budget: what it moves for all works together, and
+ * what that takes on a host with 16 cores, whose memory gives 70 GB/s, and on an H200 behind a bus
+ * of 50 GB/s. benchmarks/bench_calibration shows what it did take.
  *
  *     step        what is done                                                  MiB   ms
  *     memory      is taken, and cleared                                         160    4
@@ -72,8 +74,9 @@ struct Areas {
     Stream *stream;
 };
 
-/* What is taken on the host is a table that no cache holds, of which all other operands take parts;
- * the result of additions lies between theirs. Behind it is what goes with that table. */
+/* What is taken on the host is a table that no cache holds, where rows of one are to be measured,
+ * of which all other operands take parts; the result of additions lies between theirs. Behind it is
+ * what goes with that table. */
 constexpr int64_t LARGE_BYTES = LARGE_ITEMS * (int64_t)sizeof(float),
                   FAR_BYTES = FAR_ITEMS * (int64_t)sizeof(float),
                   FAR_TABLE_BYTES = FAR_TABLE_ITEMS * (int64_t)sizeof(float),
@@ -84,8 +87,8 @@ constexpr int64_t LARGE_INDEX_BYTES = LARGE_ROWS * (int64_t)sizeof(int64_t),
                   FAR_INDEX_BYTES = FAR_ROWS * (int64_t)sizeof(int64_t),
                   GPU_INDEX_BYTES = GPU_ITEMS / 2 * (int64_t)sizeof(int64_t),
                   WEIGHT_BYTES = 4 << 10;
-static_assert(3 * FAR_BYTES <= FAR_TABLE_BYTES &&
-                  OPERANDS * LARGE_BYTES + LARGE_INDEX_BYTES <= FAR_TABLE_BYTES,
+static_assert(2 * FAR_BYTES <= FAR_TABLE_BYTES &&
+                  OPERANDS * LARGE_BYTES + LARGE_INDEX_BYTES <= 2 * FAR_BYTES,
               "");
 static_assert(LONG_COPY_BYTES < FAR_BYTES && FAR_BYTES <= OPERANDS * LARGE_BYTES, "");
 static_assert(FAR.image * FAR.image * WEIGHTS * WEIGHTS == FAR_FILTER_SUMS &&
@@ -284,9 +287,9 @@ static int measured_on_gpu_as(int op)
     }
 }
 
-static bool is_measured(const Operator &op, bool on_gpu)
+static bool is_measured(const Operator &op, WorkKind work, bool on_gpu)
 {
-    return op.number != OPERATOR_matmul &&
+    return work_of(op.number) == work && work != WORK_PRODUCTS &&
            (on_gpu ? measured_on_gpu_as(op.number) : measured_as(op.number)) == op.number;
 }
 
@@ -295,13 +298,14 @@ static double *rates_of(double *rates, int op)
     return rates + op * RATES_OF_OPERATOR;
 }
 
-static Status measure_on_cpu(const Areas &areas, const Size &size, int rate, double *rates)
+static Status measure_on_cpu(const Areas &areas, WorkKind work, const Size &size, int rate,
+                             double *rates)
 {
     fill_indices(areas, size, 0);
     for (const Operator &op : OPERATOR_ROWS) {
         Call call;
         double seconds;
-        if (!is_measured(op, false)) continue;
+        if (!is_measured(op, work, false)) continue;
         Status status = prepare(&op, areas, size, &call);
         if (status == STATUS_OK) status = fastest([&] { return run_call(&call); }, &seconds);
         if (status != STATUS_OK) return status;
@@ -368,16 +372,15 @@ static Status measure_far_image(const Areas &areas, double *rates)
 
 /* In memory that no cache holds, other rows take so many times as long as well; the rest is bound
  * by what it computes, or by memory as additions are. */
-static void estimate_far(double *rates)
+static void estimate_far(WorkKind work, double *rates)
 {
     const double *gathers = rates_of(rates, OPERATOR_gather);
-    const double times =
-        gathers[RATE_CPU_FAR] != 0 ? gathers[RATE_CPU_FAR] / gathers[RATE_CPU_LARGE] : 1;
+    const bool has_gathered = work == WORK_ROWS && gathers[RATE_CPU_FAR] != 0;
+    const double times = has_gathered ? gathers[RATE_CPU_FAR] / gathers[RATE_CPU_LARGE] : 1;
     for (const Operator &op : OPERATOR_ROWS) {
         double *rate = rates_of(rates, op.number);
-        const bool takes_rows = strstr(op.signature, "indices") != NULL;
-        if (rate[RATE_CPU_FAR] != 0) continue;
-        rate[RATE_CPU_FAR] = rate[RATE_CPU_LARGE] * (takes_rows ? times : 1);
+        if (work_of(op.number) != work || rate[RATE_CPU_FAR] != 0) continue;
+        rate[RATE_CPU_FAR] = rate[RATE_CPU_LARGE] * times;
     }
 }
 
@@ -405,13 +408,13 @@ static void clear(void *data, int64_t begin, int64_t end)
 #ifdef __CUDACC__
 
 /* Several runs after each other, less one: without the launch, and the wait for the end. */
-static Status measure_on_gpu(const Areas &areas, double *rates)
+static Status measure_on_gpu(const Areas &areas, WorkKind work, double *rates)
 {
     constexpr int RUNS = 4;
     for (const Operator &op : OPERATOR_ROWS) {
         Call call;
         double one = 0, several = 0;
-        if (!is_measured(op, true)) continue;
+        if (!is_measured(op, work, true)) continue;
         Status status = prepare(&op, areas, ON_GPU, &call);
         const auto run = [&](int runs) {
             Status done = STATUS_OK;
@@ -505,7 +508,7 @@ static Status upload(const Areas &areas, char *to, const Areas &host, char *from
 }
 
 /* To load a kernel takes much longer than to run it, and is over when it has been run once. */
-static Status load_kernels(const Areas &host, const Areas &areas)
+static Status load_kernels(const Areas &host, const Areas &areas, WorkKind work)
 {
     fill_indices(host, ON_GPU, 0);
     Status status = upload(areas, areas.indices, host, host.indices, GPU_INDEX_BYTES);
@@ -514,7 +517,7 @@ static Status load_kernels(const Areas &host, const Areas &areas)
     fill_indices(host, BRIEF, 0);
     for (const Operator &op : OPERATOR_ROWS) {
         Call call;
-        if (!is_measured(op, true)) continue;
+        if (!is_measured(op, work, true)) continue;
         if (status == STATUS_OK) status = prepare(&op, areas, ON_GPU, &call);
         if (status == STATUS_OK) status = run_call(&call);
         if (status == STATUS_OK) status = run_whole(op, host, areas, BRIEF);
@@ -538,17 +541,18 @@ static Status count_copies(const Operator &op, const Areas &host, const Size &si
     return STATUS_OK;
 }
 
-static Status measure_starts(const Areas &host, const Areas &areas, double *rates)
+static Status measure_starts(const Areas &host, const Areas &areas, WorkKind work, double *rates)
 {
     fill_indices(host, BRIEF, 0);
     for (const Operator &op : OPERATOR_ROWS) {
         double whole = 0, copies = 0;
-        if (!is_measured(op, true)) continue;
+        if (!is_measured(op, work, true)) continue;
         Status status = fastest([&] { return run_whole(op, host, areas, BRIEF); }, &whole);
         if (status == STATUS_OK) status = count_copies(op, host, BRIEF, rates, &copies);
         if (status != STATUS_OK) return status;
         rates_of(rates, op.number)[RATE_START] = fmax(whole - copies, whole / 2);
     }
+    if (work != WORK_ELEMENTS) return STATUS_OK;
     const Operator &add = OPERATOR_ROWS[OPERATOR_add];
     return fastest([&] { return run_whole(add, host, areas, TINY); }, &rates[RATE_SLAB_START]);
 }
@@ -616,8 +620,8 @@ static Status measure_all_copies(const Areas &host, Areas areas, double *rates, 
     return give_areas(memory, areas, status);
 }
 
-static Status measure_calls(const Areas &host, const Areas &far, Areas areas, double *rates,
-                            double *steps)
+static Status measure_calls(const Areas &host, const Areas &far, Areas areas, WorkKind work,
+                            double *rates, double *steps)
 {
     constexpr int64_t BYTES = OPERANDS * GPU_BYTES + GPU_INDEX_BYTES + WEIGHT_BYTES;
     Memory *memory = NULL;
@@ -625,42 +629,41 @@ static Status measure_calls(const Areas &host, const Areas &far, Areas areas, do
     const auto step = [&](int number, const auto &function) {
         if (status == STATUS_OK) status = timed(&steps[number], function);
     };
-    step(STEP_KERNELS, [&] { return load_kernels(host, areas); });
-    step(STEP_STARTS, [&] { return measure_starts(host, areas, rates); });
-    step(STEP_PARTS, [&] { return measure_parts(far, areas, rates); });
-    step(STEP_ON_GPU, [&] { return measure_on_gpu(areas, rates); });
+    step(STEP_KERNELS, [&] { return load_kernels(host, areas, work); });
+    step(STEP_STARTS, [&] { return measure_starts(host, areas, work, rates); });
+    if (work == WORK_ELEMENTS) step(STEP_PARTS, [&] { return measure_parts(far, areas, rates); });
+    step(STEP_ON_GPU, [&] { return measure_on_gpu(areas, work, rates); });
     return give_areas(memory, areas, status);
 }
 
-static Status measure_with_gpu(const Areas &host, const Areas &far, int device, double *rates,
-                               double *steps)
+static Status measure_with_gpu(const Areas &host, const Areas &far, int device, WorkKind work,
+                               double *rates, double *steps)
 {
     Areas areas = {NULL, GPU_BYTES, NULL, NULL, NULL, device, NULL};
     Status status =
         timed(&steps[STEP_DEVICE], [&] { return stream_create(device, true, 0, &areas.stream); });
     if (status != STATUS_OK) return status;
-    status = measure_all_copies(host, areas, rates, steps);
-    if (status == STATUS_OK) status = measure_calls(host, far, areas, rates, steps);
-    if (status == STATUS_OK) status = estimate_products(device, rates);
+    if (work == WORK_ELEMENTS) status = measure_all_copies(host, areas, rates, steps);
+    if (status == STATUS_OK) status = measure_calls(host, far, areas, work, rates, steps);
     stream_release(areas.stream);
     return status;
 }
 
-static Status measure_gpu(const Areas &host, const Areas &far, int device, double *rates,
-                          double *steps)
+static Status measure_gpu(const Areas &host, const Areas &far, int device, WorkKind work,
+                          double *rates, double *steps)
 {
     if (device_is_captured(device)) return refuse_capture("measure this machine");
     int previous;
     Status status = device_enter(device, &previous);
     if (status != STATUS_OK) return status;
-    status = measure_with_gpu(host, far, device, rates, steps);
+    status = measure_with_gpu(host, far, device, work, rates, steps);
     device_leave(device, previous);
     return status;
 }
 
 #else
 
-static Status measure_gpu(const Areas &, const Areas &, int, double *, double *)
+static Status measure_gpu(const Areas &, const Areas &, int, WorkKind, double *, double *)
 {
     int count;
     return cuda_device_count(&count);
@@ -686,11 +689,21 @@ const char *step_name(int step)
     return NAMES[step];
 }
 
-static Status measure(char *data, int device, double *rates, double *steps)
+/* Where there is no GPU, nothing is to be chosen, and less memory will do. */
+static int64_t bytes_of(int device, WorkKind work)
+{
+    const int64_t large = OPERANDS * LARGE_BYTES + LARGE_INDEX_BYTES,
+                  far = work == WORK_ROWS ? FAR_TABLE_BYTES + FAR_ROW_BYTES + FAR_INDEX_BYTES
+                                          : 2 * FAR_BYTES;
+    const int64_t used = WEIGHT_BYTES + (device == DEVICE_CPU ? large : far);
+    return (used + HUGE_PAGE_BYTES - 1) / HUGE_PAGE_BYTES * HUGE_PAGE_BYTES;
+}
+
+static Status measure(char *data, int device, WorkKind work, double *rates, double *steps)
 {
     const bool with_gpu = device != DEVICE_CPU;
     char *indices = data + OPERANDS * LARGE_BYTES, *rows = data + FAR_TABLE_BYTES;
-    char *weights = with_gpu ? rows + FAR_ROW_BYTES + FAR_INDEX_BYTES : indices + LARGE_INDEX_BYTES;
+    char *weights = data + bytes_of(device, work) - WEIGHT_BYTES;
     const Areas host = {
         data, LARGE_BYTES, data + (OPERANDS - 1) * LARGE_BYTES, indices, weights, DEVICE_CPU, NULL};
     const Areas far = {data,       2 * FAR_BYTES, data + FAR_BYTES, rows + FAR_ROW_BYTES, weights,
@@ -703,47 +716,60 @@ static Status measure(char *data, int device, double *rates, double *steps)
         if (status == STATUS_OK) status = timed(&steps[number], function);
     };
     /* First the GPU: what the process has done before may have left the processors slow. */
-    if (with_gpu) status = measure_gpu(host, far, device, rates, steps);
-    step(STEP_CPU_SMALL, [&] { return measure_on_cpu(host, SMALL, RATE_CPU_SMALL, rates); });
-    step(STEP_CPU_LARGE, [&] { return measure_on_cpu(host, LARGE, RATE_CPU_LARGE, rates); });
+    if (with_gpu) status = measure_gpu(host, far, device, work, rates, steps);
+    step(STEP_CPU_SMALL, [&] { return measure_on_cpu(host, work, SMALL, RATE_CPU_SMALL, rates); });
+    step(STEP_CPU_LARGE, [&] { return measure_on_cpu(host, work, LARGE, RATE_CPU_LARGE, rates); });
     if (with_gpu)
         step(STEP_CPU_FAR, [&] {
-            Status far_status = measure_far_elements(host, rates);
-            if (far_status == STATUS_OK) far_status = measure_far_rows(table, rates);
-            return far_status == STATUS_OK ? measure_far_image(far, rates) : far_status;
+            return work == WORK_ROWS      ? measure_far_rows(table, rates)
+                   : work == WORK_FILTERS ? measure_far_image(far, rates)
+                                          : measure_far_elements(host, rates);
         });
-    if (status != STATUS_OK) return status;
-    if (with_gpu) settle_parts(rates);
-    estimate_far(rates);
+    if (status == STATUS_OK && with_gpu && work == WORK_ELEMENTS) settle_parts(rates);
+    return status;
+}
+
+/* Of operators that others have been measured for. */
+static void copy_rates(WorkKind work, double *rates)
+{
     for (const Operator &op : OPERATOR_ROWS) {
         double *rate = rates_of(rates, op.number);
         const double *on_cpu = rates_of(rates, measured_as(op.number)),
                      *on_gpu = rates_of(rates, measured_on_gpu_as(op.number));
+        if (work_of(op.number) != work) continue;
         if (on_cpu != rate) memcpy(rate, on_cpu, RATES_OF_OPERATOR * sizeof *rate);
-        if (op.number != OPERATOR_matmul) rate[RATE_GPU] = on_gpu[RATE_GPU];
+        if (work != WORK_PRODUCTS) rate[RATE_GPU] = on_gpu[RATE_GPU];
         rate[RATE_START] = on_gpu[RATE_START];
     }
-    return STATUS_OK;
 }
 
-/* Where there is no GPU, nothing is to be chosen, and less memory will do. */
-Status machine_measure(int device, double rates[RATES], double steps[STEPS])
+static Status measure_in_memory(int device, WorkKind work, double *rates, double *steps)
 {
-    const int64_t used =
-        WEIGHT_BYTES + (device == DEVICE_CPU ? OPERANDS * LARGE_BYTES + LARGE_INDEX_BYTES
-                                             : FAR_TABLE_BYTES + FAR_ROW_BYTES + FAR_INDEX_BYTES);
-    const int64_t bytes = (used + HUGE_PAGE_BYTES - 1) / HUGE_PAGE_BYTES * HUGE_PAGE_BYTES;
-    for (int i = 0; i < RATES; i++) rates[i] = 0;
-    for (int i = 0; i < STEPS; i++) steps[i] = 0;
+    const int64_t bytes = bytes_of(device, work);
     const double started = now();
     char *data = take_memory(bytes);
     if (data == NULL)
         return fail(STATUS_MEMORY_ERROR, "out of host memory: %lld bytes to measure this machine",
                     (long long)bytes);
     steps[STEP_MEMORY] = now() - started;
-    Status status = measure(data, device, rates, steps);
+    Status status = measure(data, device, work, rates, steps);
     const double ended = now();
     host_give(data);
     steps[STEP_MEMORY] += now() - ended;
     return status;
+}
+
+Status machine_measure(int device, WorkKind work, double rates[RATES], double steps[STEPS])
+{
+    Status status = STATUS_OK;
+    machine_rates(device, rates);
+    for (int i = 0; i < RATES; i++)
+        if (work_of_rate(i) == work) rates[i] = 0;
+    for (int i = 0; i < STEPS; i++) steps[i] = 0;
+    if (work != WORK_PRODUCTS) status = measure_in_memory(device, work, rates, steps);
+    if (status == STATUS_OK && device != DEVICE_CPU) status = estimate_products(device, rates);
+    if (status != STATUS_OK) return status;
+    estimate_far(work, rates);
+    copy_rates(work, rates);
+    return STATUS_OK;
 }

@@ -114,15 +114,15 @@ static bool is_narrow(Dtype dtype)
     return dtype_is_float(dtype) && dtype != DTYPE_FLOAT64;
 }
 
-static bool is_product(const Call *call)
+static bool has_sums(const Call *call)
 {
-    return call->work == WORK_SUMS && call->compute != DTYPE_OPAQUE;
+    return call->work == WORK_PRODUCTS || call->work == WORK_FILTERS;
 }
 
 /* How many multiplications of float32 one of another dtype is worth. */
 static double sums_factor(const Call *call, const double *rates, bool on_gpu)
 {
-    const bool multiplies = is_product(call);
+    const bool multiplies = call->work == WORK_PRODUCTS;
     const Dtype dtype = multiplies ? call->compute : call->out.dtype;
     const double wide = on_gpu ? rates[RATE_GPU_DOUBLE_FACTOR] : 2;
     switch (dtype) {
@@ -157,7 +157,7 @@ static void weigh(const Call *call, Weight *weight)
     }
     weight->working = weight->units = weight->touched;
     if (call->work == WORK_ROWS) weigh_rows(call, weight);
-    if (call->work == WORK_SUMS) weight->units = call->operations;
+    if (has_sums(call)) weight->units = call->operations;
 }
 
 /* The bytes of a large call that go between page-locked memory and the bus without the threads of
@@ -221,9 +221,10 @@ static double seconds_on_cpu(const Call *call, const Weight *weight, const doubl
     const double memory =
         weight->touched * rate_on_cpu(rates, OPERATOR_add, OPERAND_BYTES, weight->working);
     double work;
-    if (call->work == WORK_SUMS)
+    if (has_sums(call))
         work = weight->units * sums_factor(call, rates, false) *
-               rate_on_cpu(rates, op, is_product(call) ? SUMS : FILTER_SUMS, call->operations);
+               rate_on_cpu(rates, op, call->work == WORK_PRODUCTS ? SUMS : FILTER_SUMS,
+                           call->operations);
     else
         work = weight->units * rate_on_cpu(rates, op, OPERAND_BYTES, weight->working);
     return fmax(work, memory);
@@ -290,7 +291,7 @@ static double seconds_on_gpu(const Call *call, const Weight *weight, const doubl
     const double down = copy_seconds(rates + RATE_DOWN_SMALL, weight->down - weight->down_locked) +
                         weight->down_locked * rates[RATE_UP_LOCKED];
     double work = weight->units * rate[RATE_GPU];
-    if (call->work == WORK_SUMS) {
+    if (has_sums(call)) {
         work *= sums_factor(call, rates, true);
         work = fmax(work, weight->touched * rates[OPERATOR_add * RATES_OF_OPERATOR + RATE_GPU]);
     }
@@ -305,7 +306,8 @@ static double seconds_on_gpu(const Call *call, const Weight *weight, const doubl
 enum { MOST_DEVICES = 64 };
 enum { FIRST_PAUSE = 1000, LONGEST_PAUSE = 64000 }; /* milliseconds, after a failure */
 static struct {
-    int measured;     /* a Measured; atomic */
+    unsigned known;   /* bit w: the rates of work w; atomic */
+    int state;        /* a Measured, of what is not known; atomic */
     int64_t again_at; /* after a failure, when the next try is due; atomic */
     int64_t pause;    /* after the last failure */
     double rates[RATES];
@@ -322,27 +324,36 @@ static int place_of_device(int device)
     return device < 0 ? 0 : device + 1;
 }
 
-Measured machine_measured(int device)
+static bool is_known(int place, WorkKind work)
 {
-    if (device >= MOST_DEVICES) return MEASURED_FAILED;
-    return (Measured)__atomic_load_n(&machines[place_of_device(device)].measured, __ATOMIC_ACQUIRE);
+    return __atomic_load_n(&machines[place].known, __ATOMIC_ACQUIRE) >> work & 1;
 }
 
-static const double *rates_of(int device)
+Measured machine_measured(int device, WorkKind work)
 {
-    return machine_measured(device) == MEASURED ? machines[place_of_device(device)].rates : NULL;
+    if (device >= MOST_DEVICES) return MEASURED_FAILED;
+    const int place = place_of_device(device);
+    if (is_known(place, work)) return MEASURED;
+    return (Measured)__atomic_load_n(&machines[place].state, __ATOMIC_ACQUIRE);
+}
+
+static const double *rates_of(int device, WorkKind work)
+{
+    const bool known = machine_measured(device, work) == MEASURED;
+    return known ? machines[place_of_device(device)].rates : NULL;
 }
 
 /* The CPU is measured with the first device, or where there is none, without. */
-static const double *rates_of_cpu(void)
+static const double *rates_of_cpu(WorkKind work)
 {
     const bool with_device = __atomic_load_n(&least_start, __ATOMIC_ACQUIRE) != 0;
-    return rates_of(with_device ? __atomic_load_n(&least_device, __ATOMIC_RELAXED) : DEVICE_CPU);
+    return rates_of(with_device ? __atomic_load_n(&least_device, __ATOMIC_RELAXED) : DEVICE_CPU,
+                    work);
 }
 
 void route_gather_rates(int device, double table_bytes, GatherRates *found)
 {
-    const double *rates = rates_of(device);
+    const double *rates = rates_of(device, WORK_ROWS);
     int threads;
     if (rates != NULL)
         set_gather_rates(rates, table_bytes, found);
@@ -357,21 +368,22 @@ static int64_t milliseconds(void)
     return (int64_t)time.tv_sec * 1000 + time.tv_nsec / 1000000;
 }
 
-bool machine_claim(int device, bool again)
+bool machine_claim(int device, WorkKind work, bool again)
 {
     if (device >= MOST_DEVICES) return false;
     const int place = place_of_device(device);
-    int *measured = &machines[place].measured;
-    int expected = MEASURED_NOT;
-    if (__atomic_compare_exchange_n(measured, &expected, MEASURED_UNDER_WAY, false,
-                                    __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE))
-        return true;
-    if (expected != MEASURED_FAILED) return false;
-    /* Whoever tells of a failure sets these before. */
-    if (!again && milliseconds() < __atomic_load_n(&machines[place].again_at, __ATOMIC_RELAXED))
+    int *state = &machines[place].state, before = __atomic_load_n(state, __ATOMIC_ACQUIRE);
+    /* Whoever leaves after a failure sets these before. */
+    if (before == MEASURED_FAILED && !again &&
+        milliseconds() < __atomic_load_n(&machines[place].again_at, __ATOMIC_RELAXED))
         return false;
-    return __atomic_compare_exchange_n(measured, &expected, MEASURED_UNDER_WAY, false,
-                                       __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
+    if (before == MEASURED_UNDER_WAY ||
+        !__atomic_compare_exchange_n(state, &before, MEASURED_UNDER_WAY, false, __ATOMIC_ACQ_REL,
+                                     __ATOMIC_ACQUIRE))
+        return false;
+    if (!is_known(place, work)) return true;
+    machine_leave(device, false); /* another one has come before */
+    return false;
 }
 
 /* Memory may be there a moment later. What lasts is asked for ever more seldom. */
@@ -383,13 +395,33 @@ static void put_off(int place)
     __atomic_store_n(&machines[place].again_at, milliseconds() + pause, __ATOMIC_RELAXED);
 }
 
-void machine_tell(int device, Measured measured, const double rates[RATES])
+void machine_leave(int device, bool failed)
 {
     const int place = place_of_device(device);
-    if (measured == MEASURED) memcpy(machines[place].rates, rates, sizeof machines[place].rates);
-    if (measured == MEASURED_FAILED) put_off(place);
-    __atomic_store_n(&machines[place].measured, measured, __ATOMIC_RELEASE);
-    if (measured != MEASURED || device < 0) return;
+    if (failed)
+        put_off(place);
+    else
+        machines[place].pause = 0;
+    __atomic_store_n(&machines[place].state, failed ? MEASURED_FAILED : MEASURED_NOT,
+                     __ATOMIC_RELEASE);
+}
+
+void machine_rates(int device, double rates[RATES])
+{
+    for (int i = 0; i < RATES; i++) {
+        const double *known = rates_of(device, work_of_rate(i));
+        rates[i] = known != NULL ? known[i] : 0;
+    }
+}
+
+/* Others read the rates of other work meanwhile. */
+void machine_tell(int device, WorkKind work, const double rates[RATES])
+{
+    const int place = place_of_device(device);
+    for (int i = 0; i < RATES; i++)
+        if (work_of_rate(i) == work) machines[place].rates[i] = rates[i];
+    __atomic_fetch_or(&machines[place].known, 1u << work, __ATOMIC_RELEASE);
+    if (work != WORK_ELEMENTS || device < 0) return;
     double least;
     uint64_t bits = __atomic_load_n(&least_start, __ATOMIC_ACQUIRE);
     memcpy(&least, &bits, sizeof least);
@@ -423,11 +455,43 @@ const char *rate_name(int rate, char *text, size_t size)
     return text;
 }
 
-Status machine_check(const double rates[RATES])
+WorkKind work_of(int op)
+{
+    switch (op) {
+    case OPERATOR_gather:
+    case OPERATOR_take:
+    case OPERATOR_take_along_axis:
+    case OPERATOR_scatter:
+    case OPERATOR_scatter_add:
+        return WORK_ROWS;
+    case OPERATOR_matmul:
+        return WORK_PRODUCTS;
+    case OPERATOR_correlate:
+    case OPERATOR_convolve:
+        return WORK_FILTERS;
+    default:
+        return WORK_ELEMENTS;
+    }
+}
+
+WorkKind work_of_rate(int rate)
+{
+    if (rate < RATE_INTEGER_FACTOR) return work_of(rate / RATES_OF_OPERATOR);
+    return rate == RATE_INTEGER_FACTOR ? WORK_PRODUCTS : WORK_ELEMENTS;
+}
+
+const char *work_name(WorkKind work)
+{
+    static const char *const NAMES[] = {"elements", "rows", "products", "filters"};
+    _Static_assert(sizeof NAMES / sizeof *NAMES == WORK_KINDS, "");
+    return NAMES[work];
+}
+
+Status machine_check(WorkKind work, const double rates[RATES])
 {
     char name[64];
     for (int i = 0; i < RATES; i++)
-        if (!(rates[i] > 0 && rates[i] <= 1e6))
+        if (work_of_rate(i) == work && !(rates[i] > 0 && rates[i] <= 1e6))
             return fail(STATUS_VALUE_ERROR, "%s is %g: expected a positive number",
                         rate_name(i, name, sizeof name), rates[i]);
     return STATUS_OK;
@@ -437,7 +501,7 @@ Status machine_check(const double rates[RATES])
 
 bool call_is_brief(const Call *call)
 {
-    const double most = call->work == WORK_SUMS ? BRIEF_SUMS : BRIEF_ROWS;
+    const double most = has_sums(call) ? BRIEF_SUMS : BRIEF_ROWS;
     if (call->operations > most) return false;
     if (call->work == WORK_ROWS) { /* indices are looked at also where there are no rows */
         const View *indices = &call->inputs[call->in_place ? 0 : 1];
@@ -463,7 +527,8 @@ bool route_is_clear(const Call *call)
         (call->work == WORK_ELEMENTS || call->operations <= CLEAR_SUMS))
         return true;
     if (__atomic_load_n(&least_start, __ATOMIC_ACQUIRE) == 0) return false;
-    const double *rates = rates_of(__atomic_load_n(&least_device, __ATOMIC_RELAXED));
+    const double *rates =
+        rates_of(__atomic_load_n(&least_device, __ATOMIC_RELAXED), work_of(call->op->number));
     if (rates == NULL) return false;
     return seconds_on_cpu(call, &weight, rates) <= start_of(call, rates);
 }
@@ -487,12 +552,13 @@ void route_estimate(const Call *call, RouteWay way, int device, Candidate *candi
 {
     Weight weight;
     weigh(call, &weight);
+    const WorkKind work = work_of(call->op->number);
     candidate->way = way;
     candidate->device = device;
     estimate(call, &weight,
              way == WAY_DEVICE ? NULL
-             : way == WAY_CPU  ? rates_of_cpu()
-                               : rates_of(device),
+             : way == WAY_CPU  ? rates_of_cpu(work)
+                               : rates_of(device, work),
              candidate);
     if (way != WAY_DEVICE) return;
     candidate->bytes_up -= call->in_place ? candidate->bytes_down : 0;
@@ -545,6 +611,7 @@ static const char *pick(const Call *call, Route *route)
 
 void route_choose(const Call *call, int device, Route *route, int *unmeasured)
 {
+    const WorkKind work = work_of(call->op->number);
     Weight weight;
     int count;
     weigh(call, &weight);
@@ -554,11 +621,11 @@ void route_choose(const Call *call, int device, Route *route, int *unmeasured)
     if (status == STATUS_OK && device == DEVICE_AUTO) status = cuda_current_device(&device);
     if (status != STATUS_OK) {
         if (cuda_is_absent()) __atomic_store_n(&is_without_gpu, true, __ATOMIC_RELAXED);
-        add_candidate(call, &weight, rates_of_cpu(), WAY_CPU, DEVICE_CPU, route);
+        add_candidate(call, &weight, rates_of_cpu(work), WAY_CPU, DEVICE_CPU, route);
         route->reason = "there is no GPU that this process can use";
         return;
     }
-    const double *rates = rates_of(device);
+    const double *rates = rates_of(device, work);
     weight.is_reachable = call->own_transfer && weight.table > GATHER_LEAST_CHOICE_BYTES &&
                           view_is_in_reach(&call->inputs[0]);
     find_locked(call, &weight);
@@ -569,7 +636,7 @@ void route_choose(const Call *call, int device, Route *route, int *unmeasured)
         route->reason = pick(call, route);
         return;
     }
-    const Measured measured = machine_measured(device);
+    const Measured measured = machine_measured(device, work);
     route->reason = measured == MEASURED_UNDER_WAY ? "another thread is measuring this machine"
                                                    : "this machine could not be measured";
     if (device_is_captured(device))

@@ -325,9 +325,9 @@ from test_route import RATES
 
 fake = Fake(Path(gpuops.__path__[0]).parent / "cudart")
 calibration = importlib.import_module(gpuops.__name__ + "._calibration")
-calibration._core._measure_rates = lambda ordinal: RATES | {"gather.cpu_far": 1.0}
+calibration._core._measure_rates = lambda ordinal, work: RATES | {"gather.cpu_far": 1.0}
 calibration._add_products = lambda rates: None
-gpuops.explain("add", [1], [2])
+gpuops.explain("gather", [1], [0])
 x = np.arange(8_000_000, dtype="f4").reshape(80_000, 100)
 indices = np.arange(0, 80_000, 2)
 out = OUT

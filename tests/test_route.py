@@ -5,6 +5,7 @@ the test has made up, in a cache of their own.
 """
 
 import importlib
+import itertools
 import json
 import math
 import re
@@ -17,6 +18,8 @@ from helpers import constant, run_child, same
 from operators import EXAMPLES, OPERATORS, ROOT, required_arguments
 
 from gpuops import _calibration
+
+WORKS = ("elements", "rows", "products", "filters")
 
 # A machine with a fast GPU behind a slow link, where a unit of work takes the CPU a nanosecond.
 RATES = {"integer_factor": 10.0, "gpu_double_factor": 2.0, "gpu_short_factor": 0.125}
@@ -65,18 +68,19 @@ launches = lambda: fake.calls("cudaLaunchKernel")
 
 rates = json.loads({json.dumps(RATES)!r})
 
-def key():
-    return cache.key_of(calibration._machine(0))
+def key(work="elements"):
+    return cache.key_of([*calibration._machine(0), work.encode()])
 
 def keep(**changed):
     rates.update(changed)
-    cache.store(key(), json.dumps(rates).encode(), cache.CALIBRATION)
+    for work in {WORKS}:
+        cache.store(key(work), json.dumps(rates).encode(), cache.CALIBRATION)
 
-def kept():
-    found = cache.load(key(), cache.CALIBRATION)
+def kept(work="elements"):
+    found = cache.load(key(work), cache.CALIBRATION)
     return None if found is None else json.loads(found)
 
-def no_measuring(ordinal):
+def no_measuring(ordinal, work):
     raise AssertionError("this machine was measured")
 
 def candidates(*args, **keywords):
@@ -428,7 +432,7 @@ def test_gather_goes_by_what_was_measured(child, seconds):
     """Into a result on the GPU: by the threads of the host, if these are expected to be fast."""
     child(f"""
 keep(**{{"gather.cpu_large": {seconds}, "gather.cpu_far": {seconds}}})
-gpuops.explain("add", x, x)
+gpuops.explain("gather", x, [0])
 table, indices = np.arange(16 << 20, dtype="f4"), np.arange(1 << 18) * 37
 out = gpuops.empty(len(indices), "f4")
 before = launches()
@@ -613,7 +617,7 @@ assert gpuops.last_route().way == "cpu"
 def test_cuda_is_called_without_the_gil(child):
     child("""
 seen = []
-calibration._core._measure_rates = lambda ordinal: dict(rates)
+calibration._core._measure_rates = lambda ordinal, work: dict(rates)
 calibration._add_products = lambda rates: None
 with fake.visit(lambda name, with_gil: seen.append((name, with_gil))):
     gpuops.add(x, x, device="auto")
@@ -662,14 +666,18 @@ assert os.waitpid(child, 0)[1] == 0
 
 
 def test_a_machine_is_measured_once_and_kept(child):
-    source = """
-print(gpuops.explain("gather", x, [0]).chosen.seconds is not None, kept() is not None)
-assert set(kept()) == set(rates) and all(0 < rate < 1e3 for rate in kept().values())
+    source = f"""
+for operator in OPERATORS:
+    found = gpuops.explain(operator.name, *required_arguments(operator))
+    assert found.chosen.seconds is not None, found
+found = [kept(work) for work in {WORKS}]
+assert sorted(name for each in found for name in each) == sorted(rates)
+assert all(0 < rate < 1e3 for each in found for rate in each.values())
 gpuops.empty_cache()
 live, misuse = fake.live(), fake.take_misuse()
 assert live.streams == 0 and live.allocations == 1 and not misuse, (live.allocations, misuse)
 """
-    assert child(source) == "True True\n"
+    assert child(source) == ""
     again = """
 gpuops._core._measure_rates = no_measuring
 before = kept()
@@ -680,11 +688,94 @@ assert gpuops.explain("add", x, x).chosen.seconds is not None and kept() == befo
     assert child(again) == ""
 
 
+MEASURING = """
+asked = []
+def measure(ordinal, work):
+    asked.append(work)
+    return dict(rates)
+calibration._core._measure_rates = measure
+calibration._add_products = lambda rates: asked.append("NumPy's")
+square = np.ones((200, 200), "f4")
+indices = np.arange(0, 1 << 18, 4)
+"""
+
+
+def test_what_some_work_needs_is_measured_at_its_first_call(child):
+    child(
+        MEASURING
+        + """
+gpuops.gather(x, indices, device="auto")
+assert asked == ["elements", "rows"], asked
+gpuops.take(x, indices, device="auto")
+gpuops.add(x, x, device="auto")
+assert asked == ["elements", "rows"], asked
+gpuops.matmul(square, square, device="auto")
+gpuops.matmul(square, square, device="auto")
+assert asked == ["elements", "rows", "products", "NumPy's"], asked
+gpuops.correlate(square, square[:3, :3], device="auto")
+gpuops.convolve(square, square[:3, :3], device="auto")
+assert asked[4:] == ["filters"], asked
+assert all(kept(work) == rates for work in asked if work != "NumPy's")
+"""
+    )
+    child(
+        MEASURING
+        + """
+gpuops.add(x, x, device="auto")
+gpuops.gather(x, indices, device="auto")
+gpuops.matmul(square, square, device="auto")
+gpuops.correlate(square, square[:3, :3], device="auto")
+assert asked == []
+"""
+    )
+
+
+def test_what_is_known_counts_while_more_is_measured_and_when_that_fails(child):
+    child(
+        MEASURING
+        + """
+def fail(ordinal, work):
+    asked.append(work)
+    # Another thread's call.
+    assert (gpuops.add(x, x, device="auto") == 2 * x).all()
+    assert gpuops.last_route().way == "cuda"
+    gpuops.take(x, indices, device="auto")
+    assert gpuops.last_route().way == "cpu"
+    raise MemoryError
+gpuops.add(x, x, device="auto")
+calibration._core._measure_rates = fail
+gpuops.gather(x, indices, device="auto")
+assert gpuops.last_route().way == "cpu"
+assert asked == ["elements", "rows"], asked
+gpuops.add(x, x, device="auto")
+assert gpuops.last_route().way == "cuda"
+found = gpuops.explain("gather", x, indices, device="auto")
+assert "could not be measured" in found.reason, found.reason
+calibration._core._measure_rates = measure
+assert gpuops.explain("gather", x, indices).chosen.seconds is not None
+assert asked[-1] == "rows" and kept("rows") == rates
+"""
+    )
+
+
+def test_there_is_no_other_work(child):
+    child("""
+for call in (lambda: gpuops._core._measure_rates(0, "sums"),
+             lambda: gpuops._core._tell_rates(0, "sums", rates)):
+    try:
+        call()
+    except ValueError as error:
+        assert "sums" in str(error)
+    else:
+        raise AssertionError("no ValueError")
+""")
+
+
 def test_what_is_measured_beside_other_work_is_not_kept(child):
     """Threads that look for work after a product are waited for; those that go on are not."""
     child("""
 import hashlib, threading
-calibration._core._measure_rates = lambda ordinal: dict(rates)
+calibration._core._measure_rates = lambda ordinal, work: dict(rates)
 calibration._add_products = lambda rates: None
 busy, work = True, bytes(64 << 20)
 def compute():
@@ -700,7 +791,7 @@ assert kept() is None
 busy = False
 for thread in threads:
     thread.join()
-calibration.calibrate(0)
+calibration.calibrate(0, "elements")
 assert kept() == rates
 """)
 
@@ -782,18 +873,26 @@ def test_products_of_larger_matrices_are_not_slower(monkeypatch):
 @pytest.mark.not_under_tsan("makes it take minutes")
 def test_the_steps_of_measuring_are_told(child):
     child("""
-def measure(ordinal):
+def measure(ordinal, work):
     started = time.perf_counter()
-    found = gpuops._core._measure_rates(ordinal)
+    found = gpuops._core._measure_rates(ordinal, work)
     taken, steps = time.perf_counter() - started, gpuops._core._measured_steps()
     assert 0.5 * taken < sum(steps.values()) <= taken, (taken, steps)
-    return found, steps
+    return found, {name for name, seconds in steps.items() if seconds}
 assert not any(gpuops._core._measured_steps().values())
-found, steps = measure(0)
-assert all(seconds > 0 for seconds in steps.values()), steps
-without = measure(-1)[1]
+found, steps = measure(0, "elements")
+assert steps == set(gpuops._core._measured_steps())
+gpuops.explain("add", x, x)
 cpu = {"memory", "cpu_small", "cpu_large"}
-assert cpu == {name for name, seconds in without.items() if seconds} < set(steps), without
+for work in ("rows", "filters"):
+    more, taken = measure(0, work)
+    # The machine is known.
+    assert taken == steps - {"locked", "up", "down", "parts"}, taken
+    found |= more
+    assert measure(-1, work)[1] == measure(-1, "elements")[1] == cpu
+products = gpuops._core._measure_rates(0, "products")
+assert not any(gpuops._core._measured_steps().values())
+assert products["matmul.gpu"] > 0 and products["matmul.start"] == kept()["add.start"]
 # What does the same work is measured once, and rows far away by those of gather.
 for same, name in [("take", "gather"), ("take_along_axis", "gather"), ("multiply", "add"),
                    ("convolve", "correlate")]:
@@ -837,7 +936,7 @@ def test_an_entry_that_is_no_use_is_measured_anew(child, entry):
     child(f"""
 entry = {entry!r}
 good = dict(rates)
-calibration._core._measure_rates = lambda ordinal: dict(good)
+calibration._core._measure_rates = lambda ordinal, work: dict(good)
 calibration._add_products = lambda rates: None
 if entry == "negative":
     keep(**{{"add.start": -1.0}})
@@ -897,11 +996,11 @@ assert len(keys) == 20, len(keys)
 
 def test_a_damaged_file_is_measured_anew(child):
     child("""
-calibration._core._measure_rates = lambda ordinal: dict(rates)
+calibration._core._measure_rates = lambda ordinal, work: dict(rates)
 calibration._add_products = lambda rates: None
 keep()
-(path,) = Path(os.environ["GPUOPS_CACHE_DIR"]).iterdir()
-path.write_bytes(path.read_bytes()[:-1] + b"!")
+for path in Path(os.environ["GPUOPS_CACHE_DIR"]).iterdir():
+    path.write_bytes(path.read_bytes()[:-1] + b"!")
 assert gpuops.explain("add", x, x).chosen.way == "cuda"
 assert kept() == rates
 """)
@@ -915,7 +1014,7 @@ def test_a_folder_that_cannot_be_used_is_survived(child, tmp_path, filters):
 import warnings
 warnings.simplefilter({filters!r})
 measured = []
-calibration._core._measure_rates = lambda ordinal: measured.append(1) or dict(rates)
+calibration._core._measure_rates = lambda ordinal, work: measured.append(1) or dict(rates)
 calibration._add_products = lambda rates: None
 for _ in range(3):
     gpuops.add(x, x, device="auto")
@@ -929,7 +1028,7 @@ assert measured == [1]
 def test_a_machine_that_cannot_be_measured_takes_the_cpu(child):
     child("""
 tries, began = [], time.monotonic()
-def fail(ordinal):
+def fail(ordinal, work):
     tries.append(ordinal)
     raise gpuops.DeviceError("no")
 calibration._core._measure_rates = fail
@@ -948,7 +1047,7 @@ assert [c.seconds for c in found.candidates] == [None, None]
 def test_a_failure_to_measure_passes(child):
     child("""
 times = []
-def measure(ordinal):
+def measure(ordinal, work):
     times.append(time.monotonic())
     if len(times) < 3:
         raise MemoryError
@@ -981,7 +1080,7 @@ assert live.allocations == 0 and live.streams == 0, (live.allocations, live.stre
 
 def test_an_interrupt_while_measuring_is_for_the_program(child):
     child("""
-def interrupt(ordinal):
+def interrupt(ordinal, work):
     raise KeyboardInterrupt
 measure = calibration._core._measure_rates
 calibration._core._measure_rates = interrupt
@@ -994,7 +1093,7 @@ for call in (lambda: gpuops.add(x, x, out=out, device="auto"), lambda: gpuops.ex
     else:
         raise AssertionError("no KeyboardInterrupt")
 # It says nothing about the machine.
-calibration._core._measure_rates = lambda ordinal: dict(rates)
+calibration._core._measure_rates = lambda ordinal, work: dict(rates)
 calibration._add_products = lambda rates: None
 gpuops.add(x, x, out=out, device="auto")
 assert gpuops.last_route().way == "cuda" and (out == 2 * x).all()
@@ -1005,7 +1104,7 @@ def test_threads_that_come_first_measure_once(child):
     child("""
 from helpers import run_threads
 measured = []
-def slowly(ordinal):
+def slowly(ordinal, work):
     measured.append(1)
     time.sleep(0.3)
     return dict(rates)
@@ -1029,8 +1128,8 @@ assert ways[-1] == "cuda"
 def known(gpuops, cache):
     """The machine need not be measured in this process."""
     calibration = importlib.import_module(f"{gpuops.__name__}._calibration")
-    for ordinal in range(-1, gpuops.device_count()):
-        key = calibration._cache.key_of(calibration._machine(ordinal))
+    for ordinal, work in itertools.product(range(-1, gpuops.device_count()), WORKS):
+        key = calibration._cache.key_of([*calibration._machine(ordinal), work.encode()])
         calibration._cache.store(key, json.dumps(RATES).encode(), "calibration")
 
 
