@@ -4,13 +4,13 @@
  * that come from the host; and there are a few copies, up, down and both at a time.
  *
  * The first call of each work waits for what is to be known of that (elements, rows, filters), and
- * of elements where it is not yet: of the machine as such nothing else is needed. This is to take
+ * of elements where that is not known yet, with what there is to know of copies. This is to take
  * less than 100 ms each time, so each step has a budget: what it moves for all works together, and
  * what that takes on a host with 16 cores, whose memory gives 70 GB/s, and on an H200 behind a bus
  * of 50 GB/s. benchmarks/bench_calibration shows what it did take.
  *
  *     step        what is done                                                  MiB   ms
- *     memory      is taken, and cleared                                         160    4
+ *     memory      is taken, and cleared, for each work                          350    9
  *     device      a stream, and memory there, which is cleared                   70    1
  *     locked      4 MiB are locked, and sent up                                  20    2
  *     up          copies of 4 KiB, 256 KiB, 2, 16, 48 MiB; a ring is locked     270   10

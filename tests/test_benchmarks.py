@@ -175,9 +175,9 @@ auto: sigmoid of 16 Ki float32
 CALIBRATION = """
 from benchmarks import bench_calibration
 times = {bench_calibration.UNKNOWN: 0.11, bench_calibration.KNOWN: 0.01}
-bench_calibration.call = lambda cache: (times[cache.name], {"memory": 0.009})
+bench_calibration.call = lambda work, cache: (times[cache.name], {"memory": 0.009})
 bench_calibration.measure(run)
-print([target["reached"] for target in run.cases[0]["targets"]])
+print([target["reached"] for case in run.cases for target in case["targets"]])
 run.conclude()
 """
 
@@ -186,8 +186,12 @@ def test_a_slow_calibration(fake_device, tmp_path):
     said = said_by(fake_device, tmp_path, CALIBRATION)
     assert "  MISSED: gpuops, nothing is known in 110.00 ms, 100.00 ms allowed\n" in said
     assert "  reached: gpuops, known from disk in 10.00 ms, 100.00 ms allowed\n" in said
-    assert said.count("    memory           9.00 ms\n") == 2
-    assert said.endswith("[False, True]\n\n1 of 2 targets reached\n")
+    for work in ("elements", "rows", "products", "filters"):
+        assert f"the first call of {work} under" in said
+    assert said.count("    memory           9.00 ms\n") == 8
+    assert said.endswith(
+        "[False, True, False, True, False, True, False, True]\n\n4 of 8 targets reached\n"
+    )
 
 
 def test_a_slow_calibration_without_a_gpu(cpu_device, tmp_path):
