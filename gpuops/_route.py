@@ -104,8 +104,9 @@ def explain(op: str | Callable[..., Any], /, *args: Any, **keywords: Any) -> Exp
     Notes
     -----
     No memory for the result is made. Expected times come from a cost model, for which the machine
-    is measured once, by the first call that asks for it: that takes a fraction of a second, and
-    is kept in the folder that GPUOPS_CACHE_DIR names.
+    is measured once, by the first call of each kind of work that asks for it (of elements, rows,
+    products or filters): that takes a fraction of a second, and is kept in the folder that
+    GPUOPS_CACHE_DIR names.
 
     Examples
     --------

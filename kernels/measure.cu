@@ -669,6 +669,12 @@ static Status measure_gpu(const Areas &, const Areas &, int, WorkKind, double *,
     return cuda_device_count(&count);
 }
 
+static Status estimate_products(int, double *)
+{
+    int count;
+    return cuda_device_count(&count);
+}
+
 #endif
 
 /* In huge pages, of which each is touched by one thread. Afterwards results have them. */
