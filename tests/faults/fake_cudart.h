@@ -187,6 +187,7 @@ typedef struct Blocks {
     Block *first, *last; /* the oldest comes first */
     long count;
     size_t bytes;
+    uintptr_t low, high; /* of all that were ever in it */
 } Blocks;
 
 /* A live allocation, poisoned; and its end. */

@@ -43,6 +43,9 @@ static void append(Blocks *blocks, Block *block)
     blocks->last = block;
     blocks->count++;
     blocks->bytes += block->bytes;
+    uintptr_t low = (uintptr_t)block->data, high = low + block->bytes;
+    if (!blocks->high || low < blocks->low) blocks->low = low;
+    if (high > blocks->high) blocks->high = high;
 }
 
 static void take_out(Blocks *blocks, Block *block)
@@ -205,8 +208,10 @@ bool touches(const Blocks *blocks, const void *address, size_t bytes)
     return false;
 }
 
+/* Each word of what a kernel is given is asked about, and few of them are addresses. */
 bool is_inside(const Blocks *blocks, const void *address)
 {
+    if ((uintptr_t)address < blocks->low || (uintptr_t)address >= blocks->high) return false;
     for (Block *block = blocks->first; block; block = block->next)
         if ((uintptr_t)address - (uintptr_t)block->data < block->bytes) return true;
     return false;
