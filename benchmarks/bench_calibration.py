@@ -50,7 +50,7 @@ def timed(name, function):
         try:
             return function(*args)
         finally:
-            parts[name] = time.perf_counter() - started
+            parts[name] = parts.get(name, 0.0) + time.perf_counter() - started
     return call
 
 started = time.perf_counter()

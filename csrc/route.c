@@ -30,22 +30,30 @@ int choose_automatically(const Call *call, Candidate *taken)
     return DEVICE_AUTO;
 }
 
+static bool calibrate(PyObject *calibration, int device, WorkKind work)
+{
+    if (machine_measured(device, work) == MEASURED) return true;
+    PyObject *done = PyObject_CallMethod(calibration, "calibrate", "is", device, work_name(work));
+    Py_XDECREF(done);
+    return done != NULL;
+}
+
 int measure_machine(PyObject *module, int device, int op)
 {
-    PyObject *names = Py_BuildValue("(s)", "calibrate"), *found = NULL, *done = NULL;
+    const WorkKind work = work_of(op);
+    PyObject *names = Py_BuildValue("(s)", "calibrate"), *found = NULL;
     if (names != NULL)
         found =
             PyImport_ImportModuleLevel("_calibration", PyModule_GetDict(module), NULL, names, 1);
-    if (found != NULL)
-        done = PyObject_CallMethod(found, "calibrate", "is", device, work_name(work_of(op)));
-    const bool is_done = done != NULL;
-    Py_XDECREF(done);
+    /* All calls go by what is known of elements. */
+    const bool is_done =
+        found != NULL && calibrate(found, device, WORK_ELEMENTS) && calibrate(found, device, work);
     Py_XDECREF(found);
     Py_XDECREF(names);
     /* A machine that cannot be measured is no error of the call; but Ctrl-C is for the program, and
      * says nothing of the machine. */
     const bool is_stopped = !is_done && !PyErr_ExceptionMatches(PyExc_Exception);
-    machine_leave(device, !is_stopped && machine_measured(device, work_of(op)) != MEASURED);
+    machine_leave(device, !is_stopped && machine_measured(device, work) != MEASURED);
     if (is_stopped) return -1;
     if (!is_done) PyErr_Clear();
     return 0;

@@ -4,7 +4,8 @@ The C core runs the operators on the CPU and the GPU and times them; of products
 are NumPy's on the CPU, NumPy is timed here. An entry counts only for the machine that it was
 measured on: the processor, the threads that may be used, the GPU and its number, the driver, what
 the environment says of all these, and the versions of gpuops, NumPy, its BLAS and the C library are
-its key. What was measured beside other work of the process is for this process alone.
+its key, with the kind of work that it is for. What was measured beside other work of the process is
+for this process alone.
 """
 
 import contextlib
@@ -20,7 +21,7 @@ import numpy
 
 from . import _cache, _core
 
-_ELEMENTS, _PRODUCTS = "elements", "products"  # of work_name in kernels/route.c
+_PRODUCTS = "products"  # one of work_name in kernels/route.c
 
 # Matrices that take SMALL_SUMS, LARGE_SUMS and FAR_SUMS multiplications (kernels/gpuops.h). Each
 # tells what is expected of the next; the first has no use for the threads of a BLAS.
@@ -49,20 +50,15 @@ _VARIABLES = (
 def calibrate(ordinal: int, work: str) -> None:
     """Let the cost model know what calls of some work need of this machine.
 
-    With a GPU, or with -1 without one. All calls need what is known of elements.
+    With a GPU, or with -1 without one. What all calls go by is told with elements, the first.
     """
-    machine = _machine(ordinal)
-    for each in dict.fromkeys([_ELEMENTS, work]):
-        _learn(ordinal, each, _cache.key_of([*machine, each.encode()]))
-
-
-def _learn(ordinal: int, work: str, key: str) -> None:
+    key = _cache.key_of([*_machine(ordinal), work.encode()])
     with contextlib.suppress(ValueError):
         _core._tell_rates(ordinal, work, _decoded(_load(key)))
         return
     is_alone = come_to_rest()
     rates = _core._measure_rates(ordinal, work)
-    is_alone = is_alone and come_to_rest()  # nor has another one begun
+    is_alone = is_alone and come_to_rest()  # nor has another one begun, before products are timed
     if work == _PRODUCTS:
         _add_products(rates)
     if ordinal < 0:

@@ -496,8 +496,8 @@ enum {
  * ones go at the speed of the bus. */
 enum { SHORT_COPY_BYTES = 256 << 10, MIDDLE_COPY_BYTES = 2 << 20, LONG_COPY_BYTES = 16 << 20 };
 const char *rate_name(int rate, char *text, size_t size);
-/* What an operator does, and a rate is of. Those of the machine, which all calls go by, are of
- * elements, as the first to be known. */
+/* What an operator does, and a rate is of. Those that other calls go by, too, are of elements, as
+ * the first to be known. */
 WorkKind work_of(int op);
 WorkKind work_of_rate(int rate);
 const char *work_name(WorkKind work);
@@ -505,7 +505,7 @@ const char *work_name(WorkKind work);
  * each byte beyond these. */
 double copy_seconds(const double rates[4], double bytes);
 
-/* What is known of a machine, by device; DEVICE_CPU: of one without a GPU. */
+/* What is known of a machine, by device and by work; DEVICE_CPU: of one without a GPU. */
 typedef enum Measured { MEASURED_NOT, MEASURED_UNDER_WAY, MEASURED_FAILED, MEASURED } Measured;
 Measured machine_measured(int device, WorkKind work);
 /* Of those who come at once, one is to measure what some work needs, to tell what came of it, and

@@ -343,12 +343,13 @@ static const double *rates_of(int device, WorkKind work)
     return known ? machines[place_of_device(device)].rates : NULL;
 }
 
-/* The CPU is measured with the first device, or where there is none, without. */
+/* The CPU is measured with a device, or where there is none that can be used, without. */
 static const double *rates_of_cpu(WorkKind work)
 {
     const bool with_device = __atomic_load_n(&least_start, __ATOMIC_ACQUIRE) != 0;
-    return rates_of(with_device ? __atomic_load_n(&least_device, __ATOMIC_RELAXED) : DEVICE_CPU,
-                    work);
+    const int device = with_device ? __atomic_load_n(&least_device, __ATOMIC_RELAXED) : DEVICE_CPU;
+    const double *rates = rates_of(device, work);
+    return rates != NULL ? rates : rates_of(DEVICE_CPU, work);
 }
 
 void route_gather_rates(int device, double table_bytes, GatherRates *found)
@@ -382,7 +383,7 @@ bool machine_claim(int device, WorkKind work, bool again)
                                      __ATOMIC_ACQUIRE))
         return false;
     if (!is_known(place, work)) return true;
-    machine_leave(device, false); /* another one has come before */
+    __atomic_store_n(state, before, __ATOMIC_RELEASE); /* another one has come before */
     return false;
 }
 

@@ -730,6 +730,41 @@ assert asked == []
     )
 
 
+def test_what_is_known_to_the_process_is_not_measured_for_other_work(child):
+    """Where there is no disk to ask."""
+    child(
+        MEASURING
+        + """
+gpuops.add(x, x, device="auto")
+gpuops.gather(x, indices, device="auto")
+gpuops.matmul(square, square, device="auto")
+gpuops.correlate(square, square[:3, :3], device="auto")
+assert asked == ["elements", "rows", "products", "NumPy's", "filters"], asked
+""",
+        GPUOPS_CACHE_DIR="",
+    )
+
+
+def test_without_the_gpu_that_was_measured_the_cpu_is_known(child):
+    """Also for work of which nothing was known before the GPU was lost."""
+    child(
+        MEASURING
+        + """
+gpuops.add(x, x, device="auto")
+with fake.fail(1, 719, function="cudaLaunchKernel"):
+    try:
+        gpuops.add(x, x, device="cuda")
+    except gpuops.DeviceError:
+        print("lost")
+for _ in range(2):
+    found = gpuops.explain("gather", x, indices, device="auto")
+    assert found.chosen.way == "cpu" and found.chosen.seconds is not None, found
+# Nothing can be known of the one that is lost.
+assert asked == ["elements", "elements", "rows"], asked
+"""
+    )
+
+
 def test_what_is_known_counts_while_more_is_measured_and_when_that_fails(child):
     child(
         MEASURING
@@ -737,15 +772,16 @@ def test_what_is_known_counts_while_more_is_measured_and_when_that_fails(child):
 def fail(ordinal, work):
     asked.append(work)
     # Another thread's call.
-    assert (gpuops.add(x, x, device="auto") == 2 * x).all()
-    assert gpuops.last_route().way == "cuda"
-    gpuops.take(x, indices, device="auto")
-    assert gpuops.last_route().way == "cpu"
+    for call in (lambda: gpuops.add(x, x, device="auto"),
+                 lambda: gpuops.take(x, indices, device="auto")):
+        call()
+        ways.append(gpuops.last_route().way)
     raise MemoryError
+ways = []
 gpuops.add(x, x, device="auto")
 calibration._core._measure_rates = fail
 gpuops.gather(x, indices, device="auto")
-assert gpuops.last_route().way == "cpu"
+assert gpuops.last_route().way == "cpu" and ways == ["cuda", "cpu"], ways
 assert asked == ["elements", "rows"], asked
 gpuops.add(x, x, device="auto")
 assert gpuops.last_route().way == "cuda"
@@ -982,7 +1018,8 @@ for name in ("_blas", "_c_library"):
     setattr(calibration, name, lambda: "another")
     keys.add(key())
     setattr(calibration, name, real)
-keys.add(cache.key_of(calibration._machine(1)))
+keys.add(cache.key_of([*calibration._machine(1), b"elements"]))
+keys.add(key("rows"))
 processor = calibration._processor
 assert processor()
 calibration._processor = lambda: "another"
@@ -990,7 +1027,7 @@ keys.add(key())
 info = calibration._core._device_info
 calibration._core._device_info = lambda ordinal: ("another", *info(ordinal)[1:])
 keys.add(key())
-assert len(keys) == 20, len(keys)
+assert len(keys) == 21, len(keys)
 """)
 
 
