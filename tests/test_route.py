@@ -698,6 +698,13 @@ calibration._add_products = lambda rates: asked.append("NumPy's")
 square = np.ones((200, 200), "f4")
 indices = np.arange(0, 1 << 18, 4)
 """
+# One of each work.
+CALLS = """
+gpuops.add(x, x, device="auto")
+gpuops.gather(x, indices, device="auto")
+gpuops.matmul(square, square, device="auto")
+gpuops.correlate(square, square[:3, :3], device="auto")
+"""
 
 
 def test_what_some_work_needs_is_measured_at_its_first_call(child):
@@ -720,11 +727,8 @@ assert all(kept(work) == rates for work in asked if work != "NumPy's")
     )
     child(
         MEASURING
+        + CALLS
         + """
-gpuops.add(x, x, device="auto")
-gpuops.gather(x, indices, device="auto")
-gpuops.matmul(square, square, device="auto")
-gpuops.correlate(square, square[:3, :3], device="auto")
 assert asked == []
 """
     )
@@ -734,11 +738,8 @@ def test_what_is_known_to_the_process_is_not_measured_for_other_work(child):
     """Where there is no disk to ask."""
     child(
         MEASURING
+        + CALLS
         + """
-gpuops.add(x, x, device="auto")
-gpuops.gather(x, indices, device="auto")
-gpuops.matmul(square, square, device="auto")
-gpuops.correlate(square, square[:3, :3], device="auto")
 assert asked == ["elements", "rows", "products", "NumPy's", "filters"], asked
 """,
         GPUOPS_CACHE_DIR="",
