@@ -1081,7 +1081,8 @@ PyObject *explain_operator(PyObject *module, int op, PyObject *const *args, Py_s
     if (bind_arguments(signature, args, count, names, values) < 0) return NULL;
     PyObject *result = explain_once(module, signature, values, &unmeasured);
     if (unmeasured == DEVICE_AUTO) return result;
-    if (machine_claim(unmeasured, work_of(op), true) && measure_machine(module, unmeasured, op) < 0)
+    if (machine_claim(unmeasured, operators[op].work, true) &&
+        measure_machine(module, unmeasured, op) < 0)
         return NULL;
     return explain_once(module, signature, values, NULL);
 }

@@ -3,7 +3,7 @@
 #include "core.h"
 
 /* One thunk per row. */
-#define OPERATOR(name, stem, signature, doc)                                                       \
+#define OPERATOR(name, stem, work, signature, doc)                                                 \
     static PyObject *name##_thunk(PyObject *module, PyObject *const *args, Py_ssize_t count,       \
                                   PyObject *names)                                                 \
     {                                                                                              \
@@ -13,19 +13,12 @@
 #undef OPERATOR
 
 static PyMethodDef operator_methods[] = {
-#define OPERATOR(name, stem, signature, doc)                                                       \
+#define OPERATOR(name, stem, work, signature, doc)                                                 \
     {#name, (PyCFunction)(void (*)(void))name##_thunk, METH_FASTCALL | METH_KEYWORDS,              \
      #name "($module, " signature ")\n--\n\n" doc},
 #include "ops.def"
 #undef OPERATOR
     {NULL, NULL, 0, NULL},
-};
-
-static const Operator operators[] = {
-#define OPERATOR(name, stem, signature, doc)                                                       \
-    {OPERATOR_##name, #name, signature, plan_##name, run_##name},
-#include "ops.def"
-#undef OPERATOR
 };
 
 static PyObject *add_exception(PyObject *module, const char *name, const char *doc, PyObject *base)

@@ -23,8 +23,7 @@ int choose_automatically(const Call *call, Candidate *taken)
     if (route_is_clear(call)) return DEVICE_AUTO;
     Choice choice = {.call = call, .device = DEVICE_AUTO};
     (void)without_gil(choose, &choice);
-    if (choice.unmeasured != DEVICE_AUTO &&
-        machine_claim(choice.unmeasured, work_of(call->op->number), false))
+    if (choice.unmeasured != DEVICE_AUTO && machine_claim(choice.unmeasured, call->op->work, false))
         return choice.unmeasured;
     *taken = choice.route.candidates[choice.route.chosen];
     return DEVICE_AUTO;
@@ -40,7 +39,7 @@ static bool calibrate(PyObject *calibration, int device, WorkKind work)
 
 int measure_machine(PyObject *module, int device, int op)
 {
-    const WorkKind work = work_of(op);
+    const WorkKind work = operators[op].work;
     PyObject *names = Py_BuildValue("(s)", "calibrate"), *found = NULL;
     if (names != NULL)
         found =

@@ -300,7 +300,6 @@ void set_defaults(const Signature *signature, Call *call)
     call->watch = NULL;
     call->given = NULL;
     call->cast_inputs = call->host_inputs = 0;
-    call->work = WORK_ELEMENTS;
     call->operations = 0;
 }
 

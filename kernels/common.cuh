@@ -6,7 +6,6 @@
 #include "gpuops.h"
 
 #include <string.h>
-#include <time.h>
 
 /* GPUOPS_CUDA=0 compiles the same files as C++: the CPU-only wheel, and what sanitizers run. */
 #ifdef __CUDACC__
@@ -84,13 +83,6 @@ void cuda_notice(cudaError_t code);
         cudaError_t code_ = (call);                                                                \
         if (__builtin_expect(code_ != cudaSuccess, 0)) return cuda_status(code_, #call);           \
     } while (0)
-
-static inline int64_t microseconds(void)
-{
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return now.tv_sec * 1000000 + now.tv_nsec / 1000;
-}
 
 /* Does what is to be done whatever came before it, of which a failure stays the one that is told.
  */

@@ -115,7 +115,6 @@ static Status plan(Call *call, bool flipped)
     out->ndim = input->ndim;
     for (int i = 0; i < input->ndim; i++) out->shape[i] = input->shape[i];
     call->host_inputs |= 2;
-    call->work = WORK_FILTERS;
     call->operations = view_count(out, 0, out->ndim) * view_count(weights, 0, weights->ndim);
 #ifdef __CUDACC__
     call->run_in_parts = flipped ? run_convolve_in_parts : run_correlate_in_parts;

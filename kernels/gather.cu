@@ -56,7 +56,6 @@ static Status plan_shape(Call *call)
     out->ndim = 0;
     append_shape(out, x, 0, axis_begin);
     append_shape(out, indices, 0, indices->ndim);
-    call->work = WORK_ROWS;
     call->operations = view_count(out, 0, out->ndim);
     append_shape(out, x, axis_end, x->ndim);
     return STATUS_OK;
@@ -162,7 +161,6 @@ Status plan_take_along_axis(Call *call)
             out->shape[i] = of_x == 1 ? of_indices : of_x;
         }
     }
-    call->work = WORK_ROWS;
     call->operations = view_count(out, 0, out->ndim);
     if ((call->mode == MODE_WRAP || call->mode == MODE_CLIP) && takes_from_nothing(call))
         return fail_empty_take();

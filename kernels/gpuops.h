@@ -8,6 +8,7 @@
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <time.h>
 
 #ifdef __cplusplus
 extern "C" {
@@ -200,7 +201,7 @@ typedef enum Border {
     BORDER_WRAP,     /* a b c d | a b c d | a b c d */
 } Border;
 
-/* What a call does, which tells what its time grows with. */
+/* What an operator does, which tells what the time of its calls grows with. */
 typedef enum WorkKind {
     WORK_ELEMENTS, /* the bytes of the operands and the result */
     WORK_ROWS,     /* of those that are moved one by one, and the lines of memory that they touch */
@@ -266,12 +267,12 @@ typedef struct Call {
     /* Between large arrays on the host, or NULL. Sets *done to false, and does nothing, where the
      * call is not for it. */
     Status (*run_in_parts)(struct Call *call, bool *done);
-    WorkKind work;
-    double operations; /* of rows: how many; of sums: multiplications */
+    double operations; /* of rows: how many; of sums: multiplications; else 0 */
 } Call;
 
 typedef struct Operator {
     int number; /* of its row */
+    WorkKind work;
     const char *name;
     const char *signature; /* as Python writes it, between the parentheses */
     Status (*plan)(Call *);
@@ -279,14 +280,15 @@ typedef struct Operator {
 } Operator;
 
 enum {
-#define OPERATOR(name, stem, signature, doc) OPERATOR_##name,
+#define OPERATOR(name, stem, work, signature, doc) OPERATOR_##name,
 #include "ops.def"
 #undef OPERATOR
     OPERATORS
 };
+extern const Operator operators[OPERATORS];
 
 /* plan is for the caller's faults, run for the machine's (and for bad index values). */
-#define OPERATOR(name, stem, signature, doc)                                                       \
+#define OPERATOR(name, stem, work, signature, doc)                                                 \
     Status plan_##name(Call *call);                                                                \
     Status run_##name(Call *call);
 #include "ops.def"
@@ -498,7 +500,6 @@ enum { SHORT_COPY_BYTES = 256 << 10, MIDDLE_COPY_BYTES = 2 << 20, LONG_COPY_BYTE
 const char *rate_name(int rate, char *text, size_t size);
 /* What an operator does, and a rate is of. Those that other calls go by, too, are of elements, as
  * the first to be known. */
-WorkKind work_of(int op);
 WorkKind work_of_rate(int rate);
 const char *work_name(WorkKind work);
 /* Of a copy in one of the directions, whose rates these are: of short, middle and long ones, and of
@@ -664,15 +665,24 @@ typedef struct Launch {
  * watch from ending that. */
 Status kernel_launch(const Launch *launch);
 
+static inline int64_t microseconds(void)
+{
+    struct timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return (int64_t)time.tv_sec * 1000000 + time.tv_nsec / 1000;
+}
+
 /* The worker pool of the CPU backend and of transfers: function is called with ranges that together
  * cover 0..count, none shorter than grain but for the last, from several threads at once. */
 Status cpu_threads(int *count);
 typedef void (*RangeFunction)(void *context, int64_t begin, int64_t end);
 void parallel_for(int64_t count, int64_t grain, RangeFunction function, void *context);
-/* The same for a caller with work of its own: the workers, as far as there are any, go through the
- * ranges until the caller ends the loop, and then none of them is in it any more. False: the pool
- * is taken, and there is nothing to end. */
-bool parallel_begin(int64_t count, int64_t grain, RangeFunction function, void *context);
+/* The same for a caller with work of its own that comes bit by bit: as many workers as are called,
+ * as far as there are any, go through the function, each of which looks for work until it finds
+ * none. After the end none of them is in it any more. False: the pool is taken, and there is
+ * nothing to end. */
+bool parallel_begin(RangeFunction function, void *context);
+void parallel_call(int workers);
 void parallel_end(void);
 /* The grain for work on what lies in the caller's caches: a few of these it has done alone sooner
  * than with others, who have to wake, and to fetch what they need from there. */

@@ -109,7 +109,6 @@ Status plan_matmul(Call *call)
     }
     if (a->ndim > 1) out->shape[out->ndim++] = rows;
     if (b->ndim > 1) out->shape[out->ndim++] = columns;
-    call->work = WORK_PRODUCTS;
     call->operations = view_count(out, 0, out->ndim) * (double)depth;
     return STATUS_OK;
 }

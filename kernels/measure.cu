@@ -11,7 +11,7 @@
  *
  *     step        what is done                                                  MiB   ms
  *     memory      is taken, and cleared, for each work                          350    9
- *     device      a stream, and memory there, which is cleared                   70    1
+ *     device      a stream, and memory there, which is cleared                  110    1
  *     locked      4 MiB are locked, and sent up                                  20    2
  *     up          copies of 4 KiB, 256 KiB, 2, 16, 48 MiB; a ring is locked     270   10
  *     down        the same, through that ring                                   240    6
@@ -36,7 +36,6 @@
 
 #include <math.h>
 #include <stdlib.h>
-#include <time.h>
 
 /* A call: elements of float32 in each operand, of which a table may have more; the rows that are
  * taken of it; and the pixels of an image's side. */
@@ -236,7 +235,7 @@ static void fill_positions(void *context, int64_t begin, int64_t end)
     }
 }
 
-static void fill_indices(const Areas &areas, const Size &size, uint64_t first)
+static void fill_indices(const Areas &areas, const Size &size, uint64_t first = 0)
 {
     Positions positions = {reinterpret_cast<int64_t *>(areas.indices), (uint64_t)size.table, first};
     parallel_for(size.rows, 64 << 10, fill_positions, &positions);
@@ -248,13 +247,6 @@ static void fill_weights(const Areas &areas)
     float *weights = reinterpret_cast<float *>(areas.weights);
     for (int i = 0; i < WEIGHTS * WEIGHTS; i++) weights[i] = 1 + (float)(i * i % 7);
 }
-
-static const Operator OPERATOR_ROWS[] = {
-#define OPERATOR(name, stem, signature, doc)                                                       \
-    {OPERATOR_##name, #name, signature, plan_##name, run_##name},
-#include "ops.def"
-#undef OPERATOR
-};
 
 /* The one that does the same work, with these operands, in the same loops and kernels or in such as
  * take as long. */
@@ -289,7 +281,7 @@ static int measured_on_gpu_as(int op)
 
 static bool is_measured(const Operator &op, WorkKind work, bool on_gpu)
 {
-    return work_of(op.number) == work && work != WORK_PRODUCTS &&
+    return op.work == work &&
            (on_gpu ? measured_on_gpu_as(op.number) : measured_as(op.number)) == op.number;
 }
 
@@ -301,8 +293,8 @@ static double *rates_of(double *rates, int op)
 static Status measure_on_cpu(const Areas &areas, WorkKind work, const Size &size, int rate,
                              double *rates)
 {
-    fill_indices(areas, size, 0);
-    for (const Operator &op : OPERATOR_ROWS) {
+    if (work == WORK_ROWS) fill_indices(areas, size);
+    for (const Operator &op : operators) {
         Call call;
         double seconds;
         if (!is_measured(op, work, false)) continue;
@@ -326,7 +318,7 @@ static Status measure_far(const Areas &areas, int op, const Size &size, const Be
 {
     Call call;
     double seconds = 0;
-    Status status = prepare(&OPERATOR_ROWS[op], areas, size, &call);
+    Status status = prepare(&operators[op], areas, size, &call);
     if (status == STATUS_OK)
         status = fastest_after(before, [&] { return run_call(&call); }, &seconds);
     if (status == STATUS_OK) rates_of(rates, op)[RATE_CPU_FAR] = seconds / route_units(&call);
@@ -377,9 +369,9 @@ static void estimate_far(WorkKind work, double *rates)
     const double *gathers = rates_of(rates, OPERATOR_gather);
     const bool has_gathered = work == WORK_ROWS && gathers[RATE_CPU_FAR] != 0;
     const double times = has_gathered ? gathers[RATE_CPU_FAR] / gathers[RATE_CPU_LARGE] : 1;
-    for (const Operator &op : OPERATOR_ROWS) {
+    for (const Operator &op : operators) {
         double *rate = rates_of(rates, op.number);
-        if (work_of(op.number) != work || rate[RATE_CPU_FAR] != 0) continue;
+        if (op.work != work || rate[RATE_CPU_FAR] != 0) continue;
         rate[RATE_CPU_FAR] = rate[RATE_CPU_LARGE] * times;
     }
 }
@@ -411,7 +403,7 @@ static void clear(void *data, int64_t begin, int64_t end)
 static Status measure_on_gpu(const Areas &areas, WorkKind work, double *rates)
 {
     constexpr int RUNS = 4;
-    for (const Operator &op : OPERATOR_ROWS) {
+    for (const Operator &op : operators) {
         Call call;
         double one = 0, several = 0;
         if (!is_measured(op, work, true)) continue;
@@ -510,12 +502,15 @@ static Status upload(const Areas &areas, char *to, const Areas &host, char *from
 /* To load a kernel takes much longer than to run it, and is over when it has been run once. */
 static Status load_kernels(const Areas &host, const Areas &areas, WorkKind work)
 {
-    fill_indices(host, ON_GPU, 0);
-    Status status = upload(areas, areas.indices, host, host.indices, GPU_INDEX_BYTES);
-    if (status == STATUS_OK)
+    Status status = STATUS_OK;
+    if (work == WORK_ROWS) {
+        fill_indices(host, ON_GPU);
+        status = upload(areas, areas.indices, host, host.indices, GPU_INDEX_BYTES);
+        fill_indices(host, BRIEF);
+    } else if (work == WORK_FILTERS) {
         status = upload(areas, areas.weights, host, host.weights, WEIGHT_BYTES);
-    fill_indices(host, BRIEF, 0);
-    for (const Operator &op : OPERATOR_ROWS) {
+    }
+    for (const Operator &op : operators) {
         Call call;
         if (!is_measured(op, work, true)) continue;
         if (status == STATUS_OK) status = prepare(&op, areas, ON_GPU, &call);
@@ -543,8 +538,8 @@ static Status count_copies(const Operator &op, const Areas &host, const Size &si
 
 static Status measure_starts(const Areas &host, const Areas &areas, WorkKind work, double *rates)
 {
-    fill_indices(host, BRIEF, 0);
-    for (const Operator &op : OPERATOR_ROWS) {
+    if (work == WORK_ROWS) fill_indices(host, BRIEF);
+    for (const Operator &op : operators) {
         double whole = 0, copies = 0;
         if (!is_measured(op, work, true)) continue;
         Status status = fastest([&] { return run_whole(op, host, areas, BRIEF); }, &whole);
@@ -553,14 +548,14 @@ static Status measure_starts(const Areas &host, const Areas &areas, WorkKind wor
         rates_of(rates, op.number)[RATE_START] = fmax(whole - copies, whole / 2);
     }
     if (work != WORK_ELEMENTS) return STATUS_OK;
-    const Operator &add = OPERATOR_ROWS[OPERATOR_add];
+    const Operator &add = operators[OPERATOR_add];
     return fastest([&] { return run_whole(add, host, areas, TINY); }, &rates[RATE_SLAB_START]);
 }
 
 /* By a call whose parts go up and down at the same time, as many bytes each way. */
 static Status measure_parts(const Areas &host, const Areas &areas, double *rates)
 {
-    const Operator &sigmoid = OPERATOR_ROWS[OPERATOR_sigmoid];
+    const Operator &sigmoid = operators[OPERATOR_sigmoid];
     return fastest([&] { return run_whole(sigmoid, host, areas, FAR); }, &rates[RATE_PART_START],
                    MORE_RUNS);
 }
@@ -738,11 +733,11 @@ static Status measure(char *data, int device, WorkKind work, double *rates, doub
 /* Of operators that others have been measured for. */
 static void copy_rates(WorkKind work, double *rates)
 {
-    for (const Operator &op : OPERATOR_ROWS) {
+    for (const Operator &op : operators) {
         double *rate = rates_of(rates, op.number);
         const double *on_cpu = rates_of(rates, measured_as(op.number)),
                      *on_gpu = rates_of(rates, measured_on_gpu_as(op.number));
-        if (work_of(op.number) != work) continue;
+        if (op.work != work) continue;
         if (on_cpu != rate) memcpy(rate, on_cpu, RATES_OF_OPERATOR * sizeof *rate);
         if (work != WORK_PRODUCTS) rate[RATE_GPU] = on_gpu[RATE_GPU];
         rate[RATE_START] = on_gpu[RATE_START];

@@ -21,7 +21,6 @@
 #include <math.h>
 #include <stdio.h>
 #include <string.h>
-#include <time.h>
 
 enum { LINE_BYTES = 64 };
 
@@ -116,13 +115,13 @@ static bool is_narrow(Dtype dtype)
 
 static bool has_sums(const Call *call)
 {
-    return call->work == WORK_PRODUCTS || call->work == WORK_FILTERS;
+    return call->op->work == WORK_PRODUCTS || call->op->work == WORK_FILTERS;
 }
 
 /* How many multiplications of float32 one of another dtype is worth. */
 static double sums_factor(const Call *call, const double *rates, bool on_gpu)
 {
-    const bool multiplies = call->work == WORK_PRODUCTS;
+    const bool multiplies = call->op->work == WORK_PRODUCTS;
     const Dtype dtype = multiplies ? call->compute : call->out.dtype;
     const double wide = on_gpu ? rates[RATE_GPU_DOUBLE_FACTOR] : 2;
     switch (dtype) {
@@ -156,7 +155,7 @@ static void weigh(const Call *call, Weight *weight)
         if (!stays_on_host(call, i, bytes)) weight->up += bytes;
     }
     weight->working = weight->units = weight->touched;
-    if (call->work == WORK_ROWS) weigh_rows(call, weight);
+    if (call->op->work == WORK_ROWS) weigh_rows(call, weight);
     if (has_sums(call)) weight->units = call->operations;
 }
 
@@ -215,7 +214,7 @@ double copy_seconds(const double rates[4], double bytes)
 static double seconds_on_cpu(const Call *call, const Weight *weight, const double *rates)
 {
     const int op = call->op->number;
-    if (call->work == WORK_ROWS)
+    if (call->op->work == WORK_ROWS)
         return weight->units * rate_on_cpu(rates, op, TABLE_BYTES, weight->working);
     /* What takes no longer than the sums that it computes takes as long as memory does. */
     const double memory =
@@ -223,7 +222,7 @@ static double seconds_on_cpu(const Call *call, const Weight *weight, const doubl
     double work;
     if (has_sums(call))
         work = weight->units * sums_factor(call, rates, false) *
-               rate_on_cpu(rates, op, call->work == WORK_PRODUCTS ? SUMS : FILTER_SUMS,
+               rate_on_cpu(rates, op, call->op->work == WORK_PRODUCTS ? SUMS : FILTER_SUMS,
                            call->operations);
     else
         work = weight->units * rate_on_cpu(rates, op, OPERAND_BYTES, weight->working);
@@ -362,13 +361,6 @@ void route_gather_rates(int device, double table_bytes, GatherRates *found)
         gather_guess_rates(cpu_threads(&threads) == STATUS_OK ? threads : 1, found);
 }
 
-static int64_t milliseconds(void)
-{
-    struct timespec time;
-    clock_gettime(CLOCK_MONOTONIC, &time);
-    return (int64_t)time.tv_sec * 1000 + time.tv_nsec / 1000000;
-}
-
 bool machine_claim(int device, WorkKind work, bool again)
 {
     if (device >= MOST_DEVICES) return false;
@@ -376,7 +368,7 @@ bool machine_claim(int device, WorkKind work, bool again)
     int *state = &machines[place].state, before = __atomic_load_n(state, __ATOMIC_ACQUIRE);
     /* Whoever leaves after a failure sets these before. */
     if (before == MEASURED_FAILED && !again &&
-        milliseconds() < __atomic_load_n(&machines[place].again_at, __ATOMIC_RELAXED))
+        microseconds() / 1000 < __atomic_load_n(&machines[place].again_at, __ATOMIC_RELAXED))
         return false;
     if (before == MEASURED_UNDER_WAY ||
         !__atomic_compare_exchange_n(state, &before, MEASURED_UNDER_WAY, false, __ATOMIC_ACQ_REL,
@@ -393,7 +385,7 @@ static void put_off(int place)
     int64_t pause = machines[place].pause; /* of the one who has claimed the machine */
     pause = pause == 0 ? FIRST_PAUSE : pause < LONGEST_PAUSE ? 2 * pause : pause;
     machines[place].pause = pause;
-    __atomic_store_n(&machines[place].again_at, milliseconds() + pause, __ATOMIC_RELAXED);
+    __atomic_store_n(&machines[place].again_at, microseconds() / 1000 + pause, __ATOMIC_RELAXED);
 }
 
 void machine_leave(int device, bool failed)
@@ -435,11 +427,6 @@ void machine_tell(int device, WorkKind work, const double rates[RATES])
 
 const char *rate_name(int rate, char *text, size_t size)
 {
-    static const char *const OPERATOR_NAMES[] = {
-#define OPERATOR(name, stem, signature, doc) #name,
-#include "ops.def"
-#undef OPERATOR
-    };
     static const char *const OF_OPERATOR[] = {"cpu_small", "cpu_large", "cpu_far", "gpu", "start"};
     static const char *const OTHERS[] = {
         "integer_factor", "gpu_double_factor", "gpu_short_factor", "up_small",
@@ -451,33 +438,14 @@ const char *rate_name(int rate, char *text, size_t size)
     if (rate >= RATE_INTEGER_FACTOR)
         snprintf(text, size, "%s", OTHERS[rate - RATE_INTEGER_FACTOR]);
     else
-        snprintf(text, size, "%s.%s", OPERATOR_NAMES[rate / RATES_OF_OPERATOR],
+        snprintf(text, size, "%s.%s", operators[rate / RATES_OF_OPERATOR].name,
                  OF_OPERATOR[rate % RATES_OF_OPERATOR]);
     return text;
 }
 
-WorkKind work_of(int op)
-{
-    switch (op) {
-    case OPERATOR_gather:
-    case OPERATOR_take:
-    case OPERATOR_take_along_axis:
-    case OPERATOR_scatter:
-    case OPERATOR_scatter_add:
-        return WORK_ROWS;
-    case OPERATOR_matmul:
-        return WORK_PRODUCTS;
-    case OPERATOR_correlate:
-    case OPERATOR_convolve:
-        return WORK_FILTERS;
-    default:
-        return WORK_ELEMENTS;
-    }
-}
-
 WorkKind work_of_rate(int rate)
 {
-    if (rate < RATE_INTEGER_FACTOR) return work_of(rate / RATES_OF_OPERATOR);
+    if (rate < RATE_INTEGER_FACTOR) return operators[rate / RATES_OF_OPERATOR].work;
     return rate == RATE_INTEGER_FACTOR ? WORK_PRODUCTS : WORK_ELEMENTS;
 }
 
@@ -504,7 +472,7 @@ bool call_is_brief(const Call *call)
 {
     const double most = has_sums(call) ? BRIEF_SUMS : BRIEF_ROWS;
     if (call->operations > most) return false;
-    if (call->work == WORK_ROWS) { /* indices are looked at also where there are no rows */
+    if (call->op->work == WORK_ROWS) { /* indices are looked at also where there are no rows */
         const View *indices = &call->inputs[call->in_place ? 0 : 1];
         if (view_count(indices, 0, indices->ndim) > BRIEF_ROWS) return false;
     }
@@ -522,14 +490,15 @@ bool route_is_clear(const Call *call)
     Weight weight;
     if (call_is_brief(call) || __atomic_load_n(&is_without_gpu, __ATOMIC_RELAXED)) return true;
     weigh(call, &weight);
-    if (call->work == WORK_ROWS && call->operations <= CLEAR_ROWS && weight.touched <= CLEAR_BYTES)
+    if (call->op->work == WORK_ROWS && call->operations <= CLEAR_ROWS &&
+        weight.touched <= CLEAR_BYTES)
         return true;
-    if (call->work != WORK_ROWS && weight.touched <= CLEAR_BYTES &&
-        (call->work == WORK_ELEMENTS || call->operations <= CLEAR_SUMS))
+    if (call->op->work != WORK_ROWS && weight.touched <= CLEAR_BYTES &&
+        (call->op->work == WORK_ELEMENTS || call->operations <= CLEAR_SUMS))
         return true;
     if (__atomic_load_n(&least_start, __ATOMIC_ACQUIRE) == 0) return false;
     const double *rates =
-        rates_of(__atomic_load_n(&least_device, __ATOMIC_RELAXED), work_of(call->op->number));
+        rates_of(__atomic_load_n(&least_device, __ATOMIC_RELAXED), call->op->work);
     if (rates == NULL) return false;
     return seconds_on_cpu(call, &weight, rates) <= start_of(call, rates);
 }
@@ -553,7 +522,7 @@ void route_estimate(const Call *call, RouteWay way, int device, Candidate *candi
 {
     Weight weight;
     weigh(call, &weight);
-    const WorkKind work = work_of(call->op->number);
+    const WorkKind work = call->op->work;
     candidate->way = way;
     candidate->device = device;
     estimate(call, &weight,
@@ -612,7 +581,7 @@ static const char *pick(const Call *call, Route *route)
 
 void route_choose(const Call *call, int device, Route *route, int *unmeasured)
 {
-    const WorkKind work = work_of(call->op->number);
+    const WorkKind work = call->op->work;
     Weight weight;
     int count;
     weigh(call, &weight);

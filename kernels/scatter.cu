@@ -131,7 +131,6 @@ static Status plan(Call *call, bool adds)
         view_items(indices) > 0)
         return fail(STATUS_INDEX_ERROR, "cannot replace elements of an empty array");
 
-    call->work = WORK_ROWS;
     call->operations = view_count(indices, 0, indices->ndim) * view_count(x, 0, call->axis);
     call->in_place = true;
     call->compute = x->dtype;

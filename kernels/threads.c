@@ -1,11 +1,14 @@
 /* The worker pool of the CPU backend and of large copies to and from the GPU.
  *
  * One loop runs on the pool at a time; a caller that finds it taken works alone, so that any number
- * of Python threads may call at once without waiting for each other. A loop has as many workers as
- * there are grains for, which are what is worth waking one for. To wake a thread takes some
- * microseconds: the caller wakes two, and each of these two more. The workers sleep between loops,
- * are never joined (the process may end at any time), and are started anew in a forked child, where
- * only the forking thread lives on. */
+ * of Python threads may call at once without waiting for each other. A loop over a range has as
+ * many workers as there are grains for, which are what is worth waking one for. One whose work
+ * comes bit by bit has those who are called when there is some, and who leave when there is none.
+ * To wake a thread takes some microseconds: the caller wakes two, and each of these two more. Its
+ * processor may take ten times as long to wake, or have others to run for milliseconds. So whoever
+ * has nothing to do looks for some time whether there is, and sleeps only then; and no loop waits
+ * for a worker who sleeps. Workers are never joined (the process may end at any time), and are
+ * started anew in a forked child, where only the forking thread lives on. */
 #define _GNU_SOURCE
 #include "gpuops.h"
 
@@ -16,19 +19,23 @@
 #include <unistd.h>
 
 enum { MAX_THREADS = 1024 };
+/* As long as a part of a large copy is on its way, and twice as long as waking up takes. */
+enum { LOOK_MICROSECONDS = 100 };
 
 static struct {
     pthread_mutex_t taken; /* held for the length of one loop */
     pthread_mutex_t lock;  /* guards all that follows, but for next */
     pthread_cond_t wake, idle;
-    int workers; /* threads started */
-    int active;  /* threads now inside the loop */
-    int wanted;  /* that the loop still has a place for */
-    int asleep;  /* of these, whom nobody has woken so far */
+    int workers;  /* threads started */
+    int sleeping; /* of these, */
+    int woken;    /* of whom these have yet to come */
+    int looking;  /* awake, and in no loop */
+    int active;   /* inside the loop; atomic, as others watch it without the lock */
+    int wanted;   /* that the loop still has a place for; atomic likewise */
     RangeFunction function;
     void *context;
-    int64_t count, chunk;
-    int64_t next; /* first index that nobody has taken; atomic */
+    int64_t count, chunk; /* 0: work comes bit by bit */
+    int64_t next;         /* first index that nobody has taken; atomic */
 } pool = {.taken = PTHREAD_MUTEX_INITIALIZER,
           .lock = PTHREAD_MUTEX_INITIALIZER,
           .wake = PTHREAD_COND_INITIALIZER,
@@ -42,7 +49,7 @@ static void reset_after_fork(void)
     pool.idle = (pthread_cond_t)PTHREAD_COND_INITIALIZER;
     pool.workers = 0;
     pool.active = 0;
-    pool.wanted = 0;
+    pool.sleeping = pool.woken = pool.looking = pool.wanted = 0;
 }
 
 static void watch_for_fork(void)
@@ -91,12 +98,55 @@ static void take_chunks(RangeFunction function, void *context, int64_t count, in
     }
 }
 
+static void set(int *number, int value)
+{
+    __atomic_store_n(number, value, __ATOMIC_RELAXED);
+}
+
+/* Looks at a number until it is 0, or until it is not, or for long enough. */
+static void watch(const int *number, bool for_zero)
+{
+    const int64_t begin = microseconds();
+    while ((__atomic_load_n(number, __ATOMIC_RELAXED) == 0) != for_zero &&
+           microseconds() - begin < LOOK_MICROSECONDS) {
+#if defined(__x86_64__)
+        __builtin_ia32_pause();
+#elif defined(__aarch64__)
+        __asm__ volatile("yield");
+#endif
+    }
+}
+
+/* With the lock. */
+static void await_place(void)
+{
+    if (pool.wanted == 0) {
+        pool.looking++;
+        pthread_mutex_unlock(&pool.lock);
+        watch(&pool.wanted, false);
+        pthread_mutex_lock(&pool.lock);
+        pool.looking--;
+    }
+    pool.sleeping++;
+    while (pool.wanted == 0) {
+        pthread_cond_wait(&pool.wake, &pool.lock);
+        if (pool.woken > 0) pool.woken--;
+    }
+    pool.sleeping--;
+}
+
+static int smaller(int one, int other)
+{
+    return one < other ? one : other;
+}
+
 /* Called with the lock held, and by a worker only where there was a place for it: one that is woken
  * in vain wakes nobody. */
 static void unlock_and_wake(void)
 {
-    const int some = pool.asleep < 2 ? pool.asleep : 2;
-    pool.asleep -= some;
+    const int missing = pool.wanted - pool.looking - pool.woken;
+    const int some = smaller(smaller(missing, pool.sleeping - pool.woken), 2);
+    if (some > 0) pool.woken += some;
     pthread_mutex_unlock(&pool.lock);
     for (int i = 0; i < some; i++) pthread_cond_signal(&pool.wake);
 }
@@ -106,19 +156,23 @@ static void *work(void *unused)
     (void)unused;
     pthread_mutex_lock(&pool.lock);
     for (;;) {
-        while (pool.wanted == 0) pthread_cond_wait(&pool.wake, &pool.lock);
-        pool.wanted--;
-        pool.active++;
+        await_place();
+        set(&pool.wanted, pool.wanted - 1);
+        set(&pool.active, pool.active + 1);
         RangeFunction function = pool.function;
         void *context = pool.context;
         int64_t count = pool.count, chunk = pool.chunk;
         unlock_and_wake();
 
-        take_chunks(function, context, count, chunk);
+        if (count == 0)
+            function(context, 0, 0);
+        else
+            take_chunks(function, context, count, chunk);
 
         pthread_mutex_lock(&pool.lock);
-        pool.wanted = pool.asleep = 0; /* nothing is left to take */
-        if (--pool.active == 0) pthread_cond_signal(&pool.idle);
+        if (count > 0) set(&pool.wanted, 0); /* nothing is left to take */
+        set(&pool.active, pool.active - 1);
+        if (pool.active == 0) pthread_cond_signal(&pool.idle);
     }
     return NULL;
 }
@@ -145,21 +199,16 @@ static void start_workers(int wanted)
     pthread_sigmask(SIG_SETMASK, &before, NULL);
 }
 
-/* For as many workers as there are chunks, but for those that the caller takes. */
-static bool open_loop(int64_t count, int64_t grain, RangeFunction function, void *context,
-                      int64_t callers)
+/* False: the pool is taken, or there are no workers. */
+static bool take_pool(int *threads)
 {
-    int threads;
-    if (cpu_threads(&threads) != STATUS_OK || threads == 1 ||
-        pthread_mutex_trylock(&pool.taken) != 0)
-        return false;
+    return cpu_threads(threads) == STATUS_OK && *threads > 1 &&
+           pthread_mutex_trylock(&pool.taken) == 0;
+}
 
-    /* Eight chunks a thread even out what the scheduler and the page faults make uneven. */
-    int64_t chunk = count / (8 * (int64_t)threads);
-    if (chunk < grain) chunk = grain;
-    int64_t wanted = count / chunk - callers;
-    if (wanted > threads - 1) wanted = threads - 1;
-
+static void open_loop(int threads, RangeFunction function, void *context, int64_t count,
+                      int64_t chunk, int64_t wanted)
+{
     pthread_mutex_lock(&pool.lock);
     /* All of them, so that threads seldom begin while another one forks. */
     if (pool.workers < threads - 1) start_workers(threads - 1);
@@ -168,21 +217,36 @@ static bool open_loop(int64_t count, int64_t grain, RangeFunction function, void
     pool.count = count;
     pool.chunk = chunk;
     __atomic_store_n(&pool.next, 0, __ATOMIC_RELAXED);
-    pool.wanted = pool.asleep = (int)wanted;
+    set(&pool.wanted, (int)wanted);
     unlock_and_wake();
+}
+
+bool parallel_begin(RangeFunction function, void *context)
+{
+    int threads;
+    if (!take_pool(&threads)) return false;
+    open_loop(threads, function, context, 0, 0, 0);
     return true;
 }
 
-bool parallel_begin(int64_t count, int64_t grain, RangeFunction function, void *context)
+/* Those who were called before, and have yet to come, are among these. */
+void parallel_call(int workers)
 {
-    return open_loop(count, grain, function, context, 0);
+    pthread_mutex_lock(&pool.lock);
+    set(&pool.wanted, smaller(workers, pool.workers));
+    unlock_and_wake();
 }
 
 /* A worker that wakes only now finds the loop closed and goes back to sleep. */
 void parallel_end(void)
 {
     pthread_mutex_lock(&pool.lock);
-    pool.wanted = pool.asleep = 0;
+    set(&pool.wanted, 0);
+    if (pool.active > 0) {
+        pthread_mutex_unlock(&pool.lock);
+        watch(&pool.active, true);
+        pthread_mutex_lock(&pool.lock);
+    }
     while (pool.active > 0) pthread_cond_wait(&pool.idle, &pool.lock);
     pthread_mutex_unlock(&pool.lock);
     pthread_mutex_unlock(&pool.taken);
@@ -190,10 +254,16 @@ void parallel_end(void)
 
 void parallel_for(int64_t count, int64_t grain, RangeFunction function, void *context)
 {
-    if (count / 2 >= grain && open_loop(count, grain, function, context, 1)) {
-        take_chunks(function, context, count, pool.chunk);
-        parallel_end();
-    } else if (count > 0) {
-        function(context, 0, count);
+    int threads;
+    if (count / 2 < grain || !take_pool(&threads)) {
+        if (count > 0) function(context, 0, count);
+        return;
     }
+    /* Eight chunks a thread even out what the scheduler and the page faults make uneven. */
+    int64_t chunk = count / (8 * (int64_t)threads);
+    if (chunk < grain) chunk = grain;
+    const int64_t others = count / chunk - 1; /* the caller takes one as well */
+    open_loop(threads, function, context, count, chunk, others < threads ? others : threads - 1);
+    take_chunks(function, context, count, chunk);
+    parallel_end();
 }

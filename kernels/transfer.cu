@@ -478,18 +478,19 @@ void transfer_flush(int device)
 struct Transfer;
 
 /* A caller and the workers, with the copies that they make at once. What they share is behind the
- * lock. */
+ * lock. Workers who find nothing to do leave, and are called again: so at its end a copy has to
+ * wait for none of them to wake up, which has taken as long as the copy itself. */
 struct Crew {
     pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-    pthread_cond_t work = PTHREAD_COND_INITIALIZER; /* there are slices */
-    pthread_cond_t done = PTHREAD_COND_INITIALIZER; /* a chunk has none left */
+    pthread_cond_t done = PTHREAD_COND_INITIALIZER; /* a chunk has no slices left */
     Transfer *first = NULL;  /* of the copies, in the order in which they were begun */
     int64_t slices_left = 0; /* of all of them: opened, and not copied yet */
+    int helpers = 0;         /* workers who have not found yet that there is nothing to do */
     bool over = false;       /* the workers are to leave */
     char *populated = NULL, *populated_end = NULL; /* what is still to be made ready */
     char *reached = NULL;                          /* where the last slice begins */
 
-    bool helped = false; /* the caller's alone: the workers have been called */
+    bool helped = false; /* the caller's alone: the crew has the pool */
 };
 
 /* One copy. Of the counts of chunks, which are the caller's alone, each one follows the one before:
@@ -634,23 +635,30 @@ static void populate(Crew *crew)
     pthread_mutex_lock(&crew->lock);
 }
 
-/* What goes up comes first, since the bus, and then the kernels, wait for it. */
+/* With the lock. What goes up comes first, since the bus, and then the kernels, wait for it. False:
+ * there is nothing to do. */
+static bool do_some_work(Crew *crew)
+{
+    Transfer *up = find_slice(*crew, true), *down = find_slice(*crew, false);
+    const int64_t ahead = populated_ahead(crew);
+    if (up != NULL)
+        take_slice(up);
+    else if (down != NULL && ahead >= LEAST_AHEAD_BYTES)
+        take_slice(down);
+    else if (ahead < POPULATED_AHEAD_BYTES)
+        populate(crew);
+    else
+        return false;
+    return true;
+}
+
 static void help(void *context, int64_t, int64_t)
 {
     Crew *crew = static_cast<Crew *>(context);
     pthread_mutex_lock(&crew->lock);
-    while (!crew->over) {
-        Transfer *up = find_slice(*crew, true), *down = find_slice(*crew, false);
-        const int64_t ahead = populated_ahead(crew);
-        if (up != NULL)
-            take_slice(up);
-        else if (down != NULL && ahead >= LEAST_AHEAD_BYTES)
-            take_slice(down);
-        else if (ahead < POPULATED_AHEAD_BYTES)
-            populate(crew);
-        else
-            pthread_cond_wait(&crew->work, &crew->lock);
-    }
+    crew->helpers++;
+    while (!crew->over && do_some_work(crew)) continue;
+    crew->helpers--;
     pthread_mutex_unlock(&crew->lock);
 }
 
@@ -674,10 +682,17 @@ static int64_t bytes_of_chunk(const Transfer &transfer, int64_t chunk)
     return smaller(transfer.chunk_bytes, transfer.bytes - chunk * transfer.chunk_bytes);
 }
 
-/* Whoever finds the pool taken works alone, and tries again with the next chunk. */
+/* For what is opened. Whoever finds the pool taken works alone, and tries again with the next
+ * chunk.
+ */
 static void call_workers(Crew *crew)
 {
-    if (!crew->helped) crew->helped = parallel_begin(MOST_WORKERS, 1, help, crew);
+    if (!crew->helped) crew->helped = parallel_begin(help, crew);
+    if (!crew->helped) return;
+    pthread_mutex_lock(&crew->lock);
+    const int missing = static_cast<int>(smaller(crew->slices_left, MOST_WORKERS)) - crew->helpers;
+    pthread_mutex_unlock(&crew->lock);
+    if (missing > 0) parallel_call(missing);
 }
 
 static void dismiss_workers(Crew *crew)
@@ -685,7 +700,6 @@ static void dismiss_workers(Crew *crew)
     if (!crew->helped) return;
     pthread_mutex_lock(&crew->lock);
     crew->over = true;
-    pthread_cond_broadcast(&crew->work);
     pthread_mutex_unlock(&crew->lock);
     parallel_end();
     crew->over = crew->helped = false;
@@ -736,7 +750,6 @@ static void open_chunk(Transfer *transfer)
     transfer->opened_slices += slices;
     transfer->slices_left[buffer_of(*transfer, chunk)] = slices;
     pthread_mutex_unlock(&crew->lock);
-    for (int64_t i = 0; i < slices; i++) pthread_cond_signal(&crew->work);
     call_workers(crew);
 }
 

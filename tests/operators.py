@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 class Operator(NamedTuple):
     name: str
     stem: str
+    work: str
     signature: str
     doc: str
 
@@ -28,12 +29,14 @@ def without_comments(source):
 def read_operators():
     source = without_comments((ROOT / "kernels" / "ops.def").read_text())
     string = r'((?:"(?:\\.|[^"\\])*"\s*)+)'
-    pattern = rf"OPERATOR\(\s*(\w+)\s*,\s*(\w+)\s*,\s*{string},\s*{string}\)"
+    pattern = rf"OPERATOR\(\s*(\w+)\s*,\s*(\w+)\s*,\s*(\w+)\s*,\s*{string},\s*{string}\)"
     rows = []
-    for name, stem, signature, doc in re.findall(pattern, source):
+    for name, stem, work, signature, doc in re.findall(pattern, source):
         # C and Python join neighbouring strings alike, and agree on these escapes.
         rows.append(
-            Operator(name, stem, ast.literal_eval(f"({signature})"), ast.literal_eval(f"({doc})"))
+            Operator(
+                name, stem, work, ast.literal_eval(f"({signature})"), ast.literal_eval(f"({doc})")
+            )
         )
     assert len(rows) == source.count("OPERATOR(")
     return rows

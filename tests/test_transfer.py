@@ -523,6 +523,31 @@ print("done")
     assert in_child(fake_device, source, GPUOPS_NUM_THREADS=str(threads)) == "done\n"
 
 
+def test_workers_who_sleep_are_called_again(fake_device):
+    """They leave a copy when there is nothing to do, and come back when there is."""
+    source = """
+import os, time
+tasks = lambda: set(os.listdir("/proc/self/task"))
+at_first = tasks()
+x = numbers(ABOVE)
+gpuops.to_device(x)
+workers = tasks() - at_first
+def sleeps():
+    texts = [Path(f"/proc/self/task/{worker}/status").read_text() for worker in workers]
+    return sum(int(text.partition("\\nvoluntary_ctxt_switches:")[2].split()[0]) for text in texts)
+seen = []
+def wait(name, with_gil):
+    if name == "cudaMemcpyAsync":
+        time.sleep(0.05)  # until all that is opened is copied, and no worker has looked for more
+        seen.append(sleeps())
+with fake.visit(wait):
+    gpuops.to_device(x)
+assert len(workers) == 3 and len(seen) > RING_BUFFERS, (workers, seen)
+assert seen[-1] > seen[0], seen
+"""
+    assert in_child(fake_device, source, GPUOPS_NUM_THREADS="4") == ""
+
+
 THREADS_OF_A_LIMIT = """
 x = numbers(LEAST)
 run_threads([lambda: [round_trip(gpuops, x) for _ in range(3)]] * 6)

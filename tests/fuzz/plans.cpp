@@ -19,13 +19,6 @@ using Bytes = std::vector<char>;
 
 enum { MOST_ITEMS = 2048, MOST_RESULT_BYTES = 1 << 18 };
 
-static const Operator ROWS[] = {
-#define OPERATOR(name, stem, signature, doc)                                                       \
-    {OPERATOR_##name, #name, signature, plan_##name, run_##name},
-#include "ops.def"
-#undef OPERATOR
-};
-
 /* The arrays are those without a default. */
 static int count_arrays(const std::string &signature)
 {
@@ -257,7 +250,7 @@ static void run(Call *call, Array *out, const Array *inputs)
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t size)
 {
     FuzzedDataProvider data(bytes, size);
-    const Operator *op = &ROWS[data.ConsumeIntegralInRange<size_t>(0, std::size(ROWS) - 1)];
+    const Operator *op = &operators[data.ConsumeIntegralInRange<size_t>(0, OPERATORS - 1)];
     const bool in_place = !has_result(op->signature);
     Call call = {};
     call.op = op;
