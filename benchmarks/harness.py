@@ -33,6 +33,9 @@ from .peers import Contestant
 
 Call = Callable[[], Any]
 
+# Of the processor time, from which on it is told what others took.
+NOTABLE_PART = 0.02
+
 
 def wall(call: Call) -> float:
     """Time a call that is over when it returns. Short ones are repeated to about 0.2 ms."""
@@ -210,7 +213,9 @@ class Run:
                 inputs.pop(name, None)
         del expected
 
+        before = processor_ticks()
         samples = self._samples(case, inputs)
+        stolen = stolen_part(before, processor_ticks())
         for name in list(samples):
             # Such times are differences of larger ones.
             spread = max(samples[name]) / min(samples[name])
@@ -219,6 +224,7 @@ class Run:
                 del samples[name]
         results = {name: _summary(case, samples, name) for name in samples}
         record = {"case": case.name, "moved_bytes": case.moved_bytes, "results": results}
+        record["stolen"] = stolen
         if case.curve is not None:
             record["curve"] = list(case.curve)
         verdicts = [self._verdict(case, target, samples, results) for target in case.targets]
@@ -312,6 +318,9 @@ class Run:
         if targets and not self.quick:
             reached = sum(target["reached"] for target in targets)
             self.say(f"\n{reached} of {len(targets)} targets reached")
+        stolen = max((record.get("stolen", 0) for record in self.cases), default=0)
+        if stolen >= NOTABLE_PART:
+            self.say(f"of a virtual machine: others took up to {stolen:.0%} of the processor time")
         self.write()
 
     def document(self) -> dict:
@@ -341,6 +350,25 @@ def on_gpu(function: Call, narrow: bool = False, **options: Any) -> Contestant:
     """Make a contestant of gpuops on DeviceArrays; `narrow` makes int32 of int64 indices."""
     convert = (lambda array: gpuops.to_device(peers.narrow(array))) if narrow else gpuops.to_device
     return Contestant(function, convert=convert, to_numpy=lambda array: array.to_host(), **options)
+
+
+def processor_ticks() -> tuple[int, int]:
+    """Return how long all processors have worked, and how long the host gave them to others.
+
+    That is what a virtual machine knows of its neighbours, who make some figures worse.
+    """
+    try:
+        ticks = [int(text) for text in Path("/proc/stat").read_text().split()[1:9]]
+    except (OSError, ValueError):
+        return 0, 0
+    user, nice, system, _idle, _waiting, interrupts, soft_interrupts, stolen = ticks
+    return user + nice + system + interrupts + soft_interrupts, stolen
+
+
+def stolen_part(before: tuple[int, int], after: tuple[int, int]) -> float:
+    """Return the part of the processor time that others had of what was asked for meanwhile."""
+    worked, stolen = (later - earlier for earlier, later in zip(before, after, strict=True))
+    return round(stolen / (worked + stolen), 3) if stolen > 0 else 0.0
 
 
 def _converted(contestant: Contestant, case: Case) -> list[tuple]:

@@ -128,6 +128,24 @@ run = Run(case_seconds=0.01)
     return run_child(device.gpuops, prelude + source, **environment)
 
 
+def test_what_others_took_of_the_processors(cpu_device, tmp_path):
+    source = """
+from benchmarks.harness import processor_ticks, stolen_part
+before = processor_ticks()
+assert before == (0, 0) or before[0] > 0
+print(stolen_part((100, 10), (160, 30)), stolen_part((0, 0), (0, 0)), stolen_part((5, 3), (9, 3)))
+run.cases = [{"targets": [], "stolen": part} for part in (0.0, 0.25)]
+run.conclude()
+run.cases[1]["stolen"] = 0.01
+run.conclude()
+"""
+    said = said_by(cpu_device, tmp_path, source).splitlines()
+    assert said == [
+        "0.25 0.0 0.0",
+        "of a virtual machine: others took up to 25% of the processor time",
+    ]
+
+
 def test_some_cases_only(cpu_device, tmp_path):
     source = f"""
 import contextlib, io, json
