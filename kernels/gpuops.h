@@ -5,6 +5,7 @@
 #ifndef GPUOPS_H
 #define GPUOPS_H
 
+#include <pthread.h>
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -671,6 +672,14 @@ static inline int64_t microseconds(void)
     clock_gettime(CLOCK_MONOTONIC, &time);
     return (int64_t)time.tv_sec * 1000000 + time.tv_nsec / 1000;
 }
+
+/* For a lock that is held for less time than it takes to sleep and to be woken: whoever finds it
+ * taken tries again for a while before that. */
+#ifdef PTHREAD_ADAPTIVE_MUTEX_INITIALIZER_NP
+#define BRIEF_MUTEX_INITIALIZER PTHREAD_ADAPTIVE_MUTEX_INITIALIZER_NP
+#else
+#define BRIEF_MUTEX_INITIALIZER PTHREAD_MUTEX_INITIALIZER
+#endif
 
 /* The worker pool of the CPU backend and of transfers: function is called with ranges that together
  * cover 0..count, none shorter than grain but for the last, from several threads at once. */

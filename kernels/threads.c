@@ -37,14 +37,14 @@ static struct {
     int64_t count, chunk; /* 0: work comes bit by bit */
     int64_t next;         /* first index that nobody has taken; atomic */
 } pool = {.taken = PTHREAD_MUTEX_INITIALIZER,
-          .lock = PTHREAD_MUTEX_INITIALIZER,
+          .lock = BRIEF_MUTEX_INITIALIZER,
           .wake = PTHREAD_COND_INITIALIZER,
           .idle = PTHREAD_COND_INITIALIZER};
 
 static void reset_after_fork(void)
 {
     pool.taken = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
-    pool.lock = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
+    pool.lock = (pthread_mutex_t)BRIEF_MUTEX_INITIALIZER;
     pool.wake = (pthread_cond_t)PTHREAD_COND_INITIALIZER;
     pool.idle = (pthread_cond_t)PTHREAD_COND_INITIALIZER;
     pool.workers = 0;

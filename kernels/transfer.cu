@@ -481,7 +481,7 @@ struct Transfer;
  * lock. Workers who find nothing to do leave, and are called again: so at its end a copy has to
  * wait for none of them to wake up, which has taken as long as the copy itself. */
 struct Crew {
-    pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+    pthread_mutex_t lock = BRIEF_MUTEX_INITIALIZER;
     pthread_cond_t done = PTHREAD_COND_INITIALIZER; /* a chunk has no slices left */
     Transfer *first = NULL;  /* of the copies, in the order in which they were begun */
     int64_t slices_left = 0; /* of all of them: opened, and not copied yet */

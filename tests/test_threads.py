@@ -278,7 +278,7 @@ tasks = lambda: set(os.listdir("/proc/self/task"))
 at_first = tasks()
 def sleeps():
     counts = []
-    for task in tasks() - at_first:
+    for task in sorted(tasks() - at_first):
         lines = open(f"/proc/self/task/{task}/status").read().splitlines()
         counts += [int(line.split()[1]) for line in lines if line.startswith("voluntary")]
     return np.array(counts)
@@ -299,16 +299,13 @@ for count in (3 << 17, 1 << 19, 3 << 18, 1 << 24):
     add(count)
     started.append(len(sleeps()))
 print(*started)
-# Each time three workers go to sleep; on a busy machine they also wait for the lock before.
-deadline = time.monotonic() + 30
-fewest = 1000
-while fewest > 330 and time.monotonic() < deadline:
-    before = sleeps().sum()
-    for _ in range(100):
-        time.sleep(0.002)  # until nobody looks for work any more
-        add(1 << 19)
-    fewest = min(fewest, sleeps().sum() - before)
-assert fewest <= 330, fewest
+woken = []
+for _ in range(51):
+    before = sleeps()
+    add(1 << 19)
+    time.sleep(0.005)  # until nobody looks for work any more
+    woken.append((sleeps() > before).sum())
+assert np.median(woken) <= 3, woken
 """
     output = run_child(cpu_device.gpuops, WOKEN + source, GPUOPS_NUM_THREADS="16")
     assert output.split() == ["0", "15", "15", "15"]  # the first loop starts them all
