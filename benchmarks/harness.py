@@ -223,8 +223,12 @@ class Run:
                 self.say(f"  {name:34} left out: its times differ by up to {spread:.1f}x")
                 del samples[name]
         results = {name: _summary(case, samples, name) for name in samples}
-        record = {"case": case.name, "moved_bytes": case.moved_bytes, "results": results}
-        record["stolen"] = stolen
+        record = {
+            "case": case.name,
+            "moved_bytes": case.moved_bytes,
+            "stolen": stolen,
+            "results": results,
+        }
         if case.curve is not None:
             record["curve"] = list(case.curve)
         verdicts = [self._verdict(case, target, samples, results) for target in case.targets]
@@ -318,7 +322,7 @@ class Run:
         if targets and not self.quick:
             reached = sum(target["reached"] for target in targets)
             self.say(f"\n{reached} of {len(targets)} targets reached")
-        stolen = max((record.get("stolen", 0) for record in self.cases), default=0)
+        stolen = max((record["stolen"] for record in self.cases), default=0)
         if stolen >= NOTABLE_PART:
             self.say(f"of a virtual machine: others took up to {stolen:.0%} of the processor time")
         self.write()

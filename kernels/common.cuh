@@ -4,6 +4,7 @@
 #define GPUOPS_COMMON_CUH
 
 #include "gpuops.h"
+#include "waiting.h"
 
 #include <string.h>
 

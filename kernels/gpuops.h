@@ -5,11 +5,9 @@
 #ifndef GPUOPS_H
 #define GPUOPS_H
 
-#include <pthread.h>
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
-#include <time.h>
 
 #ifdef __cplusplus
 extern "C" {
@@ -666,21 +664,6 @@ typedef struct Launch {
  * watch from ending that. */
 Status kernel_launch(const Launch *launch);
 
-static inline int64_t microseconds(void)
-{
-    struct timespec time;
-    clock_gettime(CLOCK_MONOTONIC, &time);
-    return (int64_t)time.tv_sec * 1000000 + time.tv_nsec / 1000;
-}
-
-/* For a lock that is held for less time than it takes to sleep and to be woken: whoever finds it
- * taken tries again for a while before that. */
-#ifdef PTHREAD_ADAPTIVE_MUTEX_INITIALIZER_NP
-#define BRIEF_MUTEX_INITIALIZER PTHREAD_ADAPTIVE_MUTEX_INITIALIZER_NP
-#else
-#define BRIEF_MUTEX_INITIALIZER PTHREAD_MUTEX_INITIALIZER
-#endif
-
 /* The worker pool of the CPU backend and of transfers: function is called with ranges that together
  * cover 0..count, none shorter than grain but for the last, from several threads at once. */
 Status cpu_threads(int *count);
@@ -688,8 +671,9 @@ typedef void (*RangeFunction)(void *context, int64_t begin, int64_t end);
 void parallel_for(int64_t count, int64_t grain, RangeFunction function, void *context);
 /* The same for a caller with work of its own that comes bit by bit: as many workers as are called,
  * as far as there are any, go through the function, each of which looks for work until it finds
- * none. After the end none of them is in it any more. False: the pool is taken, and there is
- * nothing to end. */
+ * none. A call stands in the place of the one before it, of which some may have yet to come. After
+ * the end none of them is in the function any more. False: the pool is taken, or there are no
+ * workers, and there is nothing to end. */
 bool parallel_begin(RangeFunction function, void *context);
 void parallel_call(int workers);
 void parallel_end(void);

@@ -17,6 +17,7 @@
 #define _POSIX_C_SOURCE 200809L
 #include "gather_way.h"
 #include "gpuops.h"
+#include "waiting.h"
 
 #include <math.h>
 #include <stdio.h>

@@ -6,13 +6,14 @@
  * comes bit by bit has those who are called when there is some, and who leave when there is none.
  * To wake a thread takes some microseconds: the caller wakes two, and each of these two more. Its
  * processor may take ten times as long to wake, or have others to run for milliseconds. So whoever
- * has nothing to do looks for some time whether there is, and sleeps only then; and no loop waits
- * for a worker who sleeps. Workers are never joined (the process may end at any time), and are
- * started anew in a forked child, where only the forking thread lives on. */
+ * has nothing to do looks for some time whether there is, and sleeps only then, or where others
+ * were quicker; and no loop waits for a worker who sleeps. Workers are never joined (the process
+ * may end at any time), and are started anew in a forked child, where only the forking thread lives
+ * on. */
 #define _GNU_SOURCE
 #include "gpuops.h"
+#include "waiting.h"
 
-#include <pthread.h>
 #include <sched.h>
 #include <signal.h>
 #include <stdlib.h>
@@ -20,7 +21,7 @@
 
 enum { MAX_THREADS = 1024 };
 /* As long as a part of a large copy is on its way, and twice as long as waking up takes. */
-enum { LOOK_MICROSECONDS = 100 };
+enum { AWAKE_MICROSECONDS = 100 };
 
 static struct {
     pthread_mutex_t taken; /* held for the length of one loop */
@@ -108,7 +109,7 @@ static void watch(const int *number, bool for_zero)
 {
     const int64_t begin = microseconds();
     while ((__atomic_load_n(number, __ATOMIC_RELAXED) == 0) != for_zero &&
-           microseconds() - begin < LOOK_MICROSECONDS) {
+           microseconds() - begin < AWAKE_MICROSECONDS) {
 #if defined(__x86_64__)
         __builtin_ia32_pause();
 #elif defined(__aarch64__)
@@ -140,8 +141,8 @@ static int smaller(int one, int other)
     return one < other ? one : other;
 }
 
-/* Called with the lock held, and by a worker only where there was a place for it: one that is woken
- * in vain wakes nobody. */
+/* Called with the lock held, and by a worker only where there was a place for it: one that comes
+ * when the loop has no more wakes nobody. */
 static void unlock_and_wake(void)
 {
     const int missing = pool.wanted - pool.looking - pool.woken;
@@ -218,6 +219,7 @@ static void open_loop(int threads, RangeFunction function, void *context, int64_
     pool.chunk = chunk;
     __atomic_store_n(&pool.next, 0, __ATOMIC_RELAXED);
     set(&pool.wanted, (int)wanted);
+    pool.woken = 0; /* a signal may be lost: glibc's before 2.41 do that, though very seldom */
     unlock_and_wake();
 }
 

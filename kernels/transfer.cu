@@ -273,7 +273,7 @@ constexpr RingBytes BUFFER_BYTES = 4 << 20;
 /* What a worker takes at a time: long against the taking, short against the wait for the last. */
 constexpr RingBytes SLICE_BYTES = 128 << 10;
 constexpr int MOST_WORKERS = 15; /* as many as both ways of the bus, or fresh memory, keep busy */
-constexpr int64_t PATIENCE_MICROSECONDS = 1000; /* of the caller, who keeps the workers waiting */
+constexpr int64_t PATIENCE_MICROSECONDS = 1000; /* of who keeps workers from others */
 /* Below this, the driver's own way is faster than waking the workers. */
 constexpr RingBytes LEAST_RING_BYTES = 2 << 20;
 constexpr int LEAST_CHUNKS = 4; /* of a copy, so that short ones overlap as well */
@@ -682,9 +682,7 @@ static int64_t bytes_of_chunk(const Transfer &transfer, int64_t chunk)
     return smaller(transfer.chunk_bytes, transfer.bytes - chunk * transfer.chunk_bytes);
 }
 
-/* For what is opened. Whoever finds the pool taken works alone, and tries again with the next
- * chunk.
- */
+/* To what is opened. Whoever finds them taken works alone, and tries again with the next chunk. */
 static void call_workers(Crew *crew)
 {
     if (!crew->helped) crew->helped = parallel_begin(help, crew);

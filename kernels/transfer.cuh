@@ -49,7 +49,7 @@ Status made_upload(MakeBytes make, void *context, int64_t bytes, void *device, v
 
 /* Copies of one caller in both directions at once. What comes down is begun, which only queues it,
  * and goes on while the caller sends other things up, begins more, or waits for the end. Until all
- * is closed, the workers stay. */
+ * is closed, the workers are kept from others. */
 struct Traffic;
 Status traffic_open(Traffic **traffic);
 /* Where all that comes down goes: fresh memory is made ready ahead of it. */

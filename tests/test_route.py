@@ -946,6 +946,15 @@ for name in ("add", "sigmoid"):
 """)
 
 
+@pytest.mark.not_under_tsan("makes it take minutes")
+def test_what_is_measured_of_operators_is_by_the_work_in_their_rows(cpu_device):
+    for work in WORKS:
+        rates = cpu_device.gpuops._core._measure_rates(-1, work)
+        measured = {name.partition(".")[0] for name in rates if "." in name}
+        rows = {row.name for row in OPERATORS if row.work == f"WORK_{work.upper()}"}
+        assert measured == rows and rows
+
+
 def test_products_are_timed_in_the_way_that_calls_take(child):
     child("""
 seen = set()

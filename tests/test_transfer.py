@@ -523,6 +523,7 @@ print("done")
     assert in_child(fake_device, source, GPUOPS_NUM_THREADS=str(threads)) == "done\n"
 
 
+@pytest.mark.not_under_tsan("has a thread of its own, which is counted")
 def test_workers_who_sleep_are_called_again(fake_device):
     """They leave a copy when there is nothing to do, and come back when there is."""
     source = """
