@@ -362,10 +362,10 @@ def processor_ticks() -> tuple[int, int]:
     That is what a virtual machine knows of its neighbours, who make some figures worse.
     """
     try:
-        ticks = [int(text) for text in Path("/proc/stat").read_text().split()[1:9]]
+        ticks = map(int, Path("/proc/stat").read_text().split()[1:9])
+        user, nice, system, _idle, _waiting, interrupts, soft_interrupts, stolen = ticks
     except (OSError, ValueError):
         return 0, 0
-    user, nice, system, _idle, _waiting, interrupts, soft_interrupts, stolen = ticks
     return user + nice + system + interrupts + soft_interrupts, stolen
 
 

@@ -497,8 +497,8 @@ enum {
  * ones go at the speed of the bus. */
 enum { SHORT_COPY_BYTES = 256 << 10, MIDDLE_COPY_BYTES = 2 << 20, LONG_COPY_BYTES = 16 << 20 };
 const char *rate_name(int rate, char *text, size_t size);
-/* What an operator does, and a rate is of. Those that other calls go by, too, are of elements, as
- * the first to be known. */
+/* The work that a rate is of. Those that calls of all kinds go by are of elements, the first to be
+ * known. */
 WorkKind work_of_rate(int rate);
 const char *work_name(WorkKind work);
 /* Of a copy in one of the directions, whose rates these are: of short, middle and long ones, and of
