@@ -716,6 +716,11 @@ class FunctionOnPath(NamedTuple):
     codes: list
 
 
+# Called only where something takes long, which on a busy machine anything may: test_transfer.py
+# makes it fail where it is called for certain.
+AFTER_A_WHILE = {"cudaEventSynchronize"}
+
+
 def functions_on_paths(gpu, paths):
     """Each function that is called, with the path on which that takes the fewest calls."""
     codes, found = [code for _, code, _ in documented_codes()], {}
@@ -723,7 +728,8 @@ def functions_on_paths(gpu, paths):
     logs = [(path.is_first, clean_outcome(Scene(gpu, path, False)).log, path) for path in paths]
     for _, log, path in sorted(logs, key=lambda item: (item[0], len(item[1]))):
         for function in log:
-            found.setdefault(function, FunctionOnPath(function, path, codes))
+            if function not in AFTER_A_WHILE:
+                found.setdefault(function, FunctionOnPath(function, path, codes))
     return list(found.values())
 
 
