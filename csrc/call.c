@@ -1,4 +1,5 @@
-/* The one path that every operator takes: arguments, plan, output, work, result. */
+/* The one path that every operator takes: arguments, plan, output, work, result. It is too long for
+ * the shortest calls, which brief.c makes. */
 #include "core.h"
 
 #include <stdarg.h>
@@ -802,7 +803,7 @@ static PyObject *change_on_host(State *state, Call *call, Arguments *arguments, 
     call->out_is_fresh = false;
     const uint64_t started = ticks_now();
     Status status = work_on_host(work);
-    note_route(call, &work->taken, started);
+    note_route(call->op, &work->taken, started);
     if (status == STATUS_OK) return Py_NewRef(Py_None);
     return raise_call_status(state, status, call, arguments);
 }
@@ -894,7 +895,7 @@ static PyObject *call_on_host(State *state, Call *call, Arguments *arguments, Wo
     const uint64_t started = ticks_now();
     if (multiply_in_numpy(state, call, arguments, work, out, &computed) < 0) goto done;
     Status status = computed ? STATUS_OK : work_on_host(work);
-    note_route(call, &work->taken, started);
+    note_route(call->op, &work->taken, started);
     if (status != STATUS_OK) {
         raise_call_status(state, status, call, arguments);
     } else if (given != NULL) {
@@ -1031,9 +1032,10 @@ static void close_call(Opened *opened, PyObject **result)
 PyObject *call_operator(PyObject *module, int op, PyObject *const *args, Py_ssize_t count,
                         PyObject *names)
 {
+    PyObject *values[MAX_PARAMETERS], *result = NULL;
+    if (names == NULL && call_briefly(op, args, count, &result)) return result;
     State *state = PyModule_GetState(module);
     const Signature *signature = &state->signatures[op];
-    PyObject *values[MAX_PARAMETERS], *result = NULL;
     if (bind_arguments(signature, args, count, names, values) < 0) return NULL;
 
     Opened opened;

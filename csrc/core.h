@@ -225,6 +225,10 @@ Status progress_run(Progress *progress, Status (*work)(void *), void *context);
 /* Closes the bar, and drops *result for an exception if that fails. */
 void progress_close(Progress *progress, PyObject **result);
 
+/* brief.c: makes a call at once if it is one of the shortest. True: *result is what it returns, or
+ * NULL with an exception. */
+bool call_briefly(int op, PyObject *const *args, Py_ssize_t count, PyObject **result);
+
 /* call.c */
 PyObject *call_operator(PyObject *module, int op, PyObject *const *args, Py_ssize_t count,
                         PyObject *names);
@@ -250,7 +254,7 @@ int choose_automatically(const Call *call, Candidate *taken);
 int measure_machine(PyObject *module, int device, int op);
 /* For last_route: a call between host arrays that was begun at that time and is over now, and one
  * between arrays on a device. */
-void note_route(const Call *call, const Candidate *candidate, uint64_t started);
+void note_route(const Operator *op, const Candidate *candidate, uint64_t started);
 void note_device_route(const Call *call);
 void start_ticks(void); /* at import */
 

@@ -93,9 +93,9 @@ static double last_seconds(void)
     return (double)(last.ended - last.started) * seconds / (double)(ticks_now() - first_ticks);
 }
 
-void note_route(const Call *call, const Candidate *candidate, uint64_t started)
+void note_route(const Operator *op, const Candidate *candidate, uint64_t started)
 {
-    last.op = call->op->name;
+    last.op = op->name;
     last.candidate = *candidate;
     last.is_over = true;
     last.started = started;

@@ -358,3 +358,24 @@ Status gather_on_cpu(const Call *call, const Gather &gather, int64_t index_count
     return work.bad == NULL ? STATUS_OK
                             : index_error(call, gather.index_dtype, gather.axis_size, work.value);
 }
+
+template <int WIDTH>
+static bool gather_few(const Few &few)
+{
+    const char *indices = reinterpret_cast<const char *>(few.indices);
+    const int64_t size = few.size;
+    int64_t i = copy_groups<int64_t, WIDTH>(few.packed, few.x, indices, few.stride, (uint64_t)size,
+                                            (uint64_t)size, few.count);
+    for (; i < few.count; i++) {
+        const int64_t place = place_of(few.indices[i], size, MODE_RAISE);
+        if (place < 0) return false;
+        memcpy(few.packed + i * WIDTH, few.x + place * few.stride, WIDTH);
+    }
+    return true;
+}
+
+bool gather_briefly(const Few *few)
+{
+    return with_width(few->item_bytes,
+                      [few](auto width) { return gather_few<decltype(width)::bytes>(*few); });
+}

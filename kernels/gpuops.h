@@ -551,6 +551,19 @@ bool call_suits_slab(const Call *call);
 
 /* Whether a call takes less on the CPU than it takes to let other threads of Python go on. */
 bool call_is_brief(const Call *call);
+enum { BRIEF_ROWS = 1 << 10, BRIEF_BYTES = 8 << 10, BRIEF_SUMS = 4 << 10 };
+
+/* No more than BRIEF_ROWS elements of an array of one axis, and memory without gaps that they are
+ * taken to or come from. False, and x is as it was, where an index is out of bounds as in mode
+ * 'raise', or elements are of an unusual size. */
+typedef struct Few {
+    char *x, *packed;
+    const int64_t *indices;
+    int64_t size, stride, item_bytes, count;
+} Few;
+
+bool gather_briefly(const Few *few);
+bool scatter_briefly(const Few *few);
 
 /* A call between host arrays whose plan is made. True: it runs on the CPU under DEVICE_AUTO
  * whatever else there is. No call of CUDA. */

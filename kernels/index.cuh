@@ -86,6 +86,31 @@ static void with_index_type(Dtype dtype, const Function &function)
     }
 }
 
+template <int BYTES>
+struct Width {
+    static constexpr int bytes = BYTES;
+};
+
+/* Calls function with the width of an element, as far as that is a usual one; else false. */
+template <class Function>
+static bool with_width(int64_t item_bytes, const Function &function)
+{
+    switch (item_bytes) {
+    case 1:
+        return function(Width<1>());
+    case 2:
+        return function(Width<2>());
+    case 4:
+        return function(Width<4>());
+    case 8:
+        return function(Width<8>());
+    case 16:
+        return function(Width<16>());
+    default:
+        return false;
+    }
+}
+
 /* index.cu: what the caller can get wrong about the axis and the indices, and NumPy's text for an
  * index that is outside the axis, as the caller wrote it. */
 Status check_not_mask(const View *indices, const char *advice);

@@ -497,3 +497,30 @@ Status scatter_on_cpu(const Call *call, const Scatter &scatter)
     write_rows(&work);
     return STATUS_OK;
 }
+
+/* All places are known before anything is written, and are used as they were then. */
+template <int WIDTH>
+static bool scatter_few(const Few &few)
+{
+    const int64_t *indices = few.indices, count = few.count, stride = few.stride;
+    const char *values = few.packed;
+    char *x = few.x; /* all of these here: for the compiler, what is written may be few */
+    const uint64_t size = static_cast<uint64_t>(few.size);
+    int64_t places[BRIEF_ROWS];
+    for (int64_t i = 0; i < count; i++) {
+        uint64_t place = static_cast<uint64_t>(indices[i]);
+        if (__builtin_expect(place >= size, 0)) {
+            if (is_negative(static_cast<int64_t>(place))) place += size;
+            if (place >= size) return false;
+        }
+        places[i] = static_cast<int64_t>(place);
+    }
+    for (int64_t i = 0; i < count; i++) memcpy(x + places[i] * stride, values + i * WIDTH, WIDTH);
+    return true;
+}
+
+bool scatter_briefly(const Few *few)
+{
+    return with_width(few->item_bytes,
+                      [few](auto width) { return scatter_few<decltype(width)::bytes>(*few); });
+}

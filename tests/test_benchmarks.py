@@ -237,6 +237,35 @@ def test_what_auto_promises(cpu_device, tmp_path):
     assert said.endswith("[[False, True], [True, False], [True, True]]\n\n4 of 6 targets reached\n")
 
 
+ROUNDS = """
+from benchmarks import bench_auto
+from benchmarks.harness import Case, Contestant
+
+def measured(slow_calls):
+    calls = 0
+    def auto():
+        nonlocal calls
+        calls += 1
+        return 1.2e-3 if calls <= slow_calls else 1e-3
+    contestants = {bench_auto.AUTO: Contestant(auto, clock="told"),
+                   "NumPy": Contestant(lambda: 1e-3, clock="told")}
+    run.measure(Case("auto: one", contestants, None, is_kept=bench_auto.is_kept))
+    bench_auto.summarize(run, run.cases[-1:])
+    (target,) = run.cases[-1]["targets"]
+    print("samples:", run.cases[-1]["results"]["NumPy"]["samples"], target["reached"])
+
+run.case_seconds = 0
+for slow_calls in (0, 1 + 3, 1 + 3 + 9):
+    measured(slow_calls)
+"""
+
+
+def test_more_rounds_where_a_promise_seems_broken(cpu_device, tmp_path):
+    said = said_by(cpu_device, tmp_path, ROUNDS).splitlines()
+    found = [line for line in said if line.startswith("samples:")]
+    assert found == ["samples: 3 True", "samples: 12 True", "samples: 12 False"]
+
+
 # What the peer without a check is given, and whether it would write all of the result.
 UNCHECKED = """
 from pathlib import Path

@@ -1,0 +1,266 @@
+"""The shortest calls, which do not go the path of all others, and what only looks like one of them.
+
+With a keyword a call goes that path, so that the two can be told apart.
+"""
+
+import warnings
+
+import numpy as np
+import pytest
+from helpers import DTYPES, constant, filled_array, read_only, run_child, run_threads, same
+
+ROWS = constant("gpuops.h", "BRIEF_ROWS")
+COUNTS = [0, 1, 7, 8, 9, 100, ROWS - 1, ROWS, ROWS + 1]
+TAKING = ["gather", "take"]
+
+
+@pytest.fixture(params=["cpu", "auto"])
+def brief(gpuops, request):
+    with gpuops.device(request.param):
+        yield gpuops
+
+
+def positions(count, size, seed=0):
+    return np.random.default_rng(seed).integers(-size, size, count)
+
+
+def outcome(call):
+    """What a call returns, or the type and the text of what it raises."""
+    try:
+        return call()
+    except Exception as error:
+        return type(error), str(error)
+
+
+def as_the_others(gpuops, name, *arguments):
+    """Both ways give the same, which is returned."""
+    result = outcome(lambda: getattr(gpuops, name)(*arguments))
+    expected = outcome(lambda: getattr(gpuops, name)(*arguments, mode="raise"))
+    if isinstance(expected, tuple):
+        assert result == expected
+    else:
+        same(result, expected)
+        assert isinstance(result, np.generic) or result.strides == expected.strides
+    return result
+
+
+@pytest.mark.parametrize("name", TAKING)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_taking(brief, name, dtype):
+    x = filled_array(50, dtype)
+    for count in COUNTS:
+        indices = positions(count, 50)
+        result = getattr(brief, name)(x, indices)
+        same(result, x[indices])
+        assert result.flags.owndata and result.flags.writeable
+    assert brief.last_route().operator == name
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_writing(brief, dtype):
+    """Of several values for an element the last one wins."""
+    for count in COUNTS:
+        x, values = filled_array(50, dtype), filled_array(count, dtype, seed=1)
+        indices = positions(count, 50)
+        expected = x.copy()
+        for i, place in enumerate(indices % 50):
+            expected[place : place + 1] = values[i : i + 1]  # with the gaps of long doubles
+        assert brief.scatter(x, indices, values) is None
+        same(x, expected)
+    assert brief.last_route().operator == "scatter"
+
+
+def test_what_is_told_of_it(brief):
+    for name, arguments in (("gather", []), ("take", []), ("scatter", [np.ones(2)])):
+        getattr(brief, name)(np.zeros(3), np.array([0, 1]), *arguments)
+        *route, seconds = brief.last_route()
+        assert route == [name, "cpu", "cpu", 0, 0, None]
+        assert 0 < seconds < 1
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (3, 4), (2, 0, 3), (2, 1, 2, 1, 2)])
+@pytest.mark.parametrize("order", ["C", "F", "strided"])
+def test_indices_of_any_shape(brief, shape, order):
+    indices = np.asarray(positions(shape, 9))
+    if order == "strided":
+        indices = np.repeat(indices[..., None], 2, -1)[..., 0]
+    elif indices.ndim > 0:
+        indices = np.asarray(indices, order=order)
+    x = np.arange(9.0)
+    same(as_the_others(brief, "gather", x, indices), x[indices])
+
+
+LAYOUTS = {
+    "strided": lambda x: x[::2],
+    "backward": lambda x: x[::-1],
+    "one element": lambda x: np.broadcast_to(x[:1], 20),
+    "misaligned": lambda x: np.frombuffer(b"?" + x.tobytes(), x.dtype, offset=1),
+    "read-only": read_only,
+    "swapped": lambda x: x.astype(x.dtype.newbyteorder()),
+    "masked": np.ma.array,
+    "of a subclass": lambda x: x.view(np.recarray),
+    "a memoryview": memoryview,
+    "a list": list,
+    "of two axes": lambda x: x.reshape(2, -1),
+    "of no axis": lambda x: x[3, ...],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_tables_of_any_layout(brief, layout):
+    x = layout(np.arange(40.0))
+    result = as_the_others(brief, "gather", x, np.array([0, -1, 1, 0]))
+    if type(x) is np.ndarray and x.ndim > 0 and x.dtype.isnative:
+        same(result, x[[0, -1, 1, 0]])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_writing_to_any_layout(brief, which, layout):
+    """Whichever argument it is that is of the layout."""
+
+    def arguments():
+        plain = [np.arange(40.0), np.arange(40) % 7, np.arange(40.0) + 100]
+        given = plain[which]
+        if which == 0 and layout is LAYOUTS["misaligned"]:
+            memory = np.zeros(40 * 8 + 1, np.uint8)
+            plain[which] = memory[1:].view(float)
+            plain[which][...] = given
+        else:
+            plain[which] = layout(given)
+        return plain
+
+    briefly, otherwise = arguments(), arguments()
+    result = outcome(lambda: brief.scatter(*briefly))
+    assert result == outcome(lambda: brief.scatter(*otherwise, axis=0))
+    np.testing.assert_array_equal(briefly[0], otherwise[0])
+
+
+@pytest.mark.parametrize("name", [*TAKING, "scatter"])
+@pytest.mark.parametrize("bad", [50, -51, 2**63 - 1, -(2**63)])
+def test_an_index_out_of_bounds(brief, name, bad):
+    x = np.arange(50.0)
+    before = x.copy()
+    for count, place in [(1, 0), (8, 0), (8, 7), (20, 10), (20, 19), (ROWS, 0), (ROWS, ROWS - 1)]:
+        values = [np.zeros(count)] * (name == "scatter")
+        indices = positions(count, 50)
+        indices[place] = bad
+        kind, text = as_the_others(brief, name, x, indices, *values)
+        assert kind is IndexError
+        assert text == f"index {bad} is out of bounds for axis 0 with size 50"
+        same(x, before)
+
+
+@pytest.mark.parametrize("name", [*TAKING, "scatter"])
+def test_nothing_to_take_from(brief, name):
+    values = [np.zeros(1)] * (name == "scatter")
+    x = np.zeros(0)
+    kind, _ = as_the_others(brief, name, x, np.array([0]), *values)
+    assert kind is IndexError
+    empty = [np.zeros(0)] * (name == "scatter")
+    getattr(brief, name)(x, np.zeros(0, int), *empty)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        np.zeros(3), np.zeros((1, 2)), np.zeros(1), np.zeros(2, "f4"), np.zeros(2, int),
+        np.zeros(2, complex), np.zeros(2, "M8[s]"), np.float32(3), 1.5, [1, 2],
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_values_that_do_not_fit(brief, values):
+    """They are cast, repeated or refused."""
+    x, y = np.arange(5.0), np.arange(5.0)
+    result = outcome(lambda: brief.scatter(x, np.array([1, 2]), values))
+    assert result == outcome(lambda: brief.scatter(y, np.array([1, 2]), values, axis=0))
+    same(x, y)
+
+
+def test_times_of_other_units(brief):
+    x, values = np.zeros(3, "M8[s]"), np.ones(1, "M8[D]")
+    brief.scatter(x, np.array([1]), values)
+    assert x[1] == values[0]
+
+
+@pytest.mark.parametrize("offset", range(-3, 4))
+@pytest.mark.parametrize("shared", ["values", "indices"])
+def test_operands_that_overlap(brief, shared, offset):
+    """They act as if they had been copied first."""
+    memory = np.arange(12) % 5
+    x = memory[3:8]
+    view = memory[3 + offset : 3 + offset + 4]
+    others = {"indices": np.array([4, 0, 2, 1]), "values": np.array([10, 20, 30, 40])}
+    others[shared] = view
+    expected = x.copy()
+    for place, value in zip(others["indices"].copy(), others["values"].copy(), strict=True):
+        expected[place] = value
+    brief.scatter(x, others["indices"], others["values"])
+    same(x.copy(), expected)
+
+
+def test_whoever_writes_is_warned(brief):
+    """As by NumPy, of an array that only looks like one of its own."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        x = np.broadcast_arrays(np.arange(3.0), np.zeros((1, 1)))[0][0]
+    assert x.flags.c_contiguous
+    with pytest.warns(DeprecationWarning) as warned:
+        brief.scatter(x, np.array([1]), np.array([5.0]))
+    assert len(warned) == 1
+
+
+def test_where_the_default_device_says(fake):
+    """The GPU of a thread's default is not passed over, however short the call is."""
+    x, indices = np.arange(5.0), np.array([1, 2])
+    for device, is_gpu in (
+        (None, True),
+        ("cuda", True),
+        (0, True),
+        ("auto", False),
+        ("cpu", False),
+    ):
+        with fake.gpuops.device(device):
+            for call in (
+                lambda: fake.gpuops.gather(x, indices),
+                lambda: fake.gpuops.scatter(x, indices, np.ones(2)),
+            ):
+                before = fake.fake.calls("cudaLaunchKernel")
+                call()
+                assert (fake.fake.calls("cudaLaunchKernel") > before) == is_gpu, device
+                assert (fake.gpuops.last_route().device == "cpu") != is_gpu
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [("GPUOPS_DEVICE", "gpu"), ("GPUOPS_NUM_THREADS", "many"), ("GPUOPS_CPU_LEVEL", "x86-64-v9")],
+)
+def test_wrong_settings_are_told_of(gpuops, variable, value):
+    source = """
+import numpy as np, gpuops
+x, indices = np.arange(5.0), np.array([1])
+for call in (lambda: gpuops.gather(x, indices), lambda: gpuops.scatter(x, indices, np.ones(1))):
+    try:
+        call()
+    except ValueError as error:
+        print(error)
+assert x[1] == 1
+"""
+    device = {} if variable == "GPUOPS_DEVICE" else {"GPUOPS_DEVICE": "cpu"}
+    output = run_child(gpuops, source, **{variable: value}, **device)
+    assert [line.split(" is ")[0] for line in output.splitlines()] == [variable] * 2
+
+
+def test_eight_threads_at_once(brief, short_switch_interval):
+    x, indices = np.arange(50), positions(100, 50)
+    expected = x[indices]
+
+    def work():
+        with brief.device("cpu"):
+            for _ in range(300):
+                np.testing.assert_array_equal(brief.gather(x, indices), expected)
+                mine = x.copy()
+                brief.scatter(mine, indices, expected)
+                np.testing.assert_array_equal(mine, x)
+
+    run_threads([work] * 8)
