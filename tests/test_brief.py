@@ -10,7 +10,7 @@ import pytest
 from helpers import DTYPES, constant, filled_array, read_only, run_child, run_threads, same
 
 ROWS = constant("gpuops.h", "BRIEF_ROWS")
-COUNTS = [0, 1, 7, 8, 9, 100, ROWS - 1, ROWS, ROWS + 1]
+COUNTS = [0, 1, 7, 8, 9, 100, ROWS - 1, ROWS, ROWS + 1, 2 * ROWS]
 TAKING = ["gather", "take"]
 
 
