@@ -494,8 +494,9 @@ def _fresh_rate(size: int, threads: int) -> float:
         memory[begin : end : mmap.PAGESIZE] = 1
 
     times = []
+    private = getattr(mmap, "MAP_PRIVATE", 0) | getattr(mmap, "MAP_ANONYMOUS", 0)
     for _ in range(5):
-        with mmap.mmap(-1, size) as mapped:
+        with mmap.mmap(-1, size, flags=private) as mapped:
             if hasattr(mmap, "MADV_HUGEPAGE"):
                 mapped.madvise(mmap.MADV_HUGEPAGE)
             memory = numpy.frombuffer(mapped, numpy.uint8)

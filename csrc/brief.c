@@ -5,6 +5,9 @@
  * be, as where an index is out of bounds, is left to that path as if nothing had been tried. */
 #include "core.h"
 
+/* Others may run while more than MOST_FEW are taken, as NumPy has it. */
+enum { MOST_TAKEN = 1 << 10, MOST_ITEM_BYTES = 16 };
+
 /* As the path of all calls chooses, which tells of wrong settings. */
 static bool runs_here(void)
 {
@@ -24,7 +27,8 @@ static bool read_few(PyObject *object, PyObject *positions, Few *few)
     if (!PyArray_CheckExact(object) || !PyArray_CheckExact(positions)) return false;
     PyArrayObject *x = (PyArrayObject *)object, *indices = (PyArrayObject *)positions;
     const int type = PyArray_TYPE(x);
-    if (PyArray_NDIM(x) != 1 || PyArray_ISBYTESWAPPED(x) ||
+    /* Those of users have negative numbers, or large ones. */
+    if (PyArray_NDIM(x) != 1 || PyArray_ISBYTESWAPPED(x) || type < 0 ||
         !(PyTypeNum_ISNUMBER(type) || PyTypeNum_ISDATETIME(type)) || PyArray_NDIM(indices) < 1 ||
         PyArray_TYPE(indices) != NPY_INT64 || !PyArray_ISCARRAY_RO(indices))
         return false;
@@ -34,21 +38,37 @@ static bool read_few(PyObject *object, PyObject *positions, Few *few)
     few->item_bytes = PyArray_ITEMSIZE(x);
     few->indices = PyArray_DATA(indices);
     few->count = PyArray_SIZE(indices);
-    return few->count <= BRIEF_ROWS && few->count * few->item_bytes <= BRIEF_BYTES;
+    return few->count <= MOST_TAKEN && few->item_bytes <= MOST_ITEM_BYTES;
 }
 
-static bool take(PyObject *x, PyObject *positions, PyObject **result)
+static Status gather_without_gil(void *few)
+{
+    return gather_briefly(few) ? STATUS_OK : STATUS_INDEX_ERROR;
+}
+
+/* The arguments are held while others could resize them: who passes them may only borrow them. */
+static bool gather_few(PyObject *const *args, Few *few)
+{
+    if (few->count <= MOST_FEW) return gather_briefly(few);
+    PyObject *x = Py_NewRef(args[0]), *indices = Py_NewRef(args[1]);
+    const Status status = without_gil(gather_without_gil, few);
+    Py_DECREF(x);
+    Py_DECREF(indices);
+    return status == STATUS_OK;
+}
+
+static bool take(PyObject *const *args, PyObject **result)
 {
     Few few;
-    if (!read_few(x, positions, &few) || !runs_here()) return false;
-    PyArrayObject *indices = (PyArrayObject *)positions;
-    PyArray_Descr *descr = PyArray_DESCR((PyArrayObject *)x);
+    if (!read_few(args[0], args[1], &few) || !runs_here()) return false;
+    PyArrayObject *indices = (PyArrayObject *)args[1];
+    PyArray_Descr *descr = PyArray_DESCR((PyArrayObject *)args[0]);
     Py_INCREF((PyObject *)descr);
     *result = PyArray_NewFromDescr(&PyArray_Type, descr, PyArray_NDIM(indices),
                                    PyArray_DIMS(indices), NULL, NULL, 0, NULL);
     if (*result == NULL) return true;
     few.packed = PyArray_BYTES((PyArrayObject *)*result);
-    if (gather_briefly(&few)) return true;
+    if (gather_few(args, &few)) return true;
     Py_CLEAR(*result);
     return false;
 }
@@ -63,18 +83,19 @@ static bool is_writable(PyArrayObject *array)
     return PyArray_ISCARRAY(array) && (PyArray_FLAGS(array) & ~PLAIN) == 0;
 }
 
+/* Of arrays without gaps; views_overlap() takes views, which take longer to fill. */
 static bool share_bytes(const void *one, int64_t bytes, const void *other, int64_t other_bytes)
 {
     const uintptr_t first = (uintptr_t)one, second = (uintptr_t)other;
     return first < second + (size_t)other_bytes && second < first + (size_t)bytes;
 }
 
-static bool put(PyObject *object, PyObject *positions, PyObject *elements, PyObject **result)
+static bool put(PyObject *const *args, PyObject **result)
 {
     Few few;
-    if (!PyArray_CheckExact(elements) || !read_few(object, positions, &few)) return false;
-    PyArrayObject *x = (PyArrayObject *)object, *values = (PyArrayObject *)elements;
-    if (!is_writable(x) || PyArray_NDIM((PyArrayObject *)positions) != 1 ||
+    if (!PyArray_CheckExact(args[2]) || !read_few(args[0], args[1], &few)) return false;
+    PyArrayObject *x = (PyArrayObject *)args[0], *values = (PyArrayObject *)args[2];
+    if (few.count > MOST_FEW || !is_writable(x) || PyArray_NDIM((PyArrayObject *)args[1]) != 1 ||
         PyArray_NDIM(values) != 1 || PyArray_DIM(values, 0) != few.count ||
         PyArray_TYPE(values) != PyArray_TYPE(x) || PyTypeNum_ISDATETIME(PyArray_TYPE(x)) ||
         !PyArray_ISCARRAY_RO(values))
@@ -94,8 +115,7 @@ bool call_briefly(int op, PyObject *const *args, Py_ssize_t count, PyObject **re
     const bool takes = count == 2 && (op == OPERATOR_gather || op == OPERATOR_take);
     if (!takes && !(count == 3 && op == OPERATOR_scatter)) return false;
     const uint64_t started = ticks_now();
-    const bool is_done =
-        takes ? take(args[0], args[1], result) : put(args[0], args[1], args[2], result);
-    if (is_done) note_route(&operators[op], &HERE, started);
+    const bool is_done = takes ? take(args, result) : put(args, result);
+    if (is_done && *result != NULL) note_route(&operators[op], &HERE, started);
     return is_done;
 }

@@ -367,7 +367,8 @@ static bool gather_few(const Few &few)
     int64_t i = copy_groups<int64_t, WIDTH>(few.packed, few.x, indices, few.stride, (uint64_t)size,
                                             (uint64_t)size, few.count);
     for (; i < few.count; i++) {
-        const int64_t place = place_of(few.indices[i], size, MODE_RAISE);
+        const int64_t index = load_unaligned<int64_t>(indices + i * (int64_t)sizeof index);
+        const int64_t place = place_of(index, size, MODE_RAISE);
         if (place < 0) return false;
         memcpy(few.packed + i * WIDTH, few.x + place * few.stride, WIDTH);
     }

@@ -551,11 +551,11 @@ bool call_suits_slab(const Call *call);
 
 /* Whether a call takes less on the CPU than it takes to let other threads of Python go on. */
 bool call_is_brief(const Call *call);
-enum { BRIEF_ROWS = 1 << 10, BRIEF_BYTES = 8 << 10, BRIEF_SUMS = 4 << 10 };
 
-/* No more than BRIEF_ROWS elements of an array of one axis, and memory without gaps that they are
- * taken to or come from. False, and x is as it was, where an index is out of bounds as in mode
- * 'raise', or elements are of an unusual size. */
+/* Elements of an array of one axis, and memory without gaps that they are taken to or come from.
+ * False, and x is as it was, where an index is out of bounds as in mode 'raise', or elements are of
+ * an unusual size. No more than MOST_FEW are written so. */
+enum { MOST_FEW = 500 };
 typedef struct Few {
     char *x, *packed;
     const int64_t *indices;

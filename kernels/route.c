@@ -28,6 +28,9 @@ enum { LINE_BYTES = 64 };
 /* A GPU takes 10 us and more to take a call in and to give its result back. */
 static const double CLEAR_BYTES = 32 << 10, CLEAR_ROWS = 2048, CLEAR_SUMS = 32 << 10;
 
+/* What takes a microsecond or so. */
+static const double BRIEF_BYTES = 4 << 10, BRIEF_ROWS = 512, BRIEF_SUMS = 4 << 10;
+
 /* The calls that were measured, by what their rates go by. What was measured as far elements is
  * what no cache holds anything of, and some hold the most of some 100 MiB. */
 enum { SIZES = 3 };

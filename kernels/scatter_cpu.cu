@@ -506,7 +506,7 @@ static bool scatter_few(const Few &few)
     const char *values = few.packed;
     char *x = few.x; /* all of these here: for the compiler, what is written may be few */
     const uint64_t size = static_cast<uint64_t>(few.size);
-    int64_t places[BRIEF_ROWS];
+    int64_t places[MOST_FEW];
     for (int64_t i = 0; i < count; i++) {
         uint64_t place = static_cast<uint64_t>(indices[i]);
         if (__builtin_expect(place >= size, 0)) {

@@ -50,7 +50,7 @@ def filled_array(shape, dtype, seed=0):
 def constant(source, name):
     """The number that a file in kernels/ has for it, so that tests follow when it is tuned."""
     text = (ROOT / "kernels" / source).read_text()
-    constants = rf"^(?:constexpr \w+|enum {{.*) {name} = ([0-9 <*]+)[;,]"
+    constants = rf"^(?:constexpr \w+|enum {{.*) {name} = ([0-9 <*]+) ?[;,}}]"
     (value,) = re.findall(constants, text, re.MULTILINE)
     return eval(value)
 
