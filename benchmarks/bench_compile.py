@@ -7,7 +7,6 @@ import itertools
 import os
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ import gpuops
 from gpuops import _compile, _core
 
 from . import peers
-from .harness import Case, Contestant, Run, Target, on_gpu
+from .harness import Case, Contestant, Run, Target, fresh_cache, on_gpu
 
 A = 2.5
 BLOCKS, THREADS = 32_768, 512
@@ -38,17 +37,10 @@ def measure(run: Run) -> None:
     except gpuops.CompileError as error:
         run.say(f"\nnothing can be compiled: {error}")
         return
-    with tempfile.TemporaryDirectory() as folder:
-        before = os.environ.get("GPUOPS_CACHE_DIR")
-        os.environ["GPUOPS_CACHE_DIR"] = os.path.join(folder, "cache")
-        try:
-            run.measure(compiling())
-            if gpuops.is_available() and peers.gpu():
-                run.measure(computing(run, Path(folder)))
-        finally:
-            del os.environ["GPUOPS_CACHE_DIR"]
-            if before is not None:
-                os.environ["GPUOPS_CACHE_DIR"] = before
+    with fresh_cache() as folder:
+        run.measure(compiling())
+        if gpuops.is_available() and peers.gpu():
+            run.measure(computing(run, folder))
 
 
 def compiling() -> Case:

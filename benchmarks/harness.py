@@ -10,6 +10,7 @@ measured in the same run. Where a promise seems to be broken, three times as man
 before that is said, and all of them count: the first ones may have had bad luck.
 """
 
+import contextlib
 import functools
 import itertools
 import json
@@ -19,9 +20,10 @@ import os
 import platform
 import re
 import statistics
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -517,6 +519,20 @@ def _in_parts(function: Callable[[int, int], None], size: int, threads: int) -> 
     function(*parts[0])
     for worker in workers:
         worker.join()
+
+
+@contextlib.contextmanager
+def fresh_cache() -> Iterator[Path]:
+    """Keep what gpuops compiles and measures in a folder that is there for the block alone."""
+    before = os.environ.get("GPUOPS_CACHE_DIR")
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["GPUOPS_CACHE_DIR"] = os.path.join(folder, "cache")
+        try:
+            yield Path(folder)
+        finally:
+            del os.environ["GPUOPS_CACHE_DIR"]
+            if before is not None:
+                os.environ["GPUOPS_CACHE_DIR"] = before
 
 
 def memory_free() -> int:

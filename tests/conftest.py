@@ -219,6 +219,12 @@ def in_any_order(fake, request):
 
 
 @pytest.fixture
+def own_cache(tmp_path_factory, monkeypatch):
+    """What is compiled and measured here is kept for other tests, and not for the user."""
+    monkeypatch.setenv("GPUOPS_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
+@pytest.fixture
 def short_switch_interval():
     """Threads take turns within a few lines of Python."""
     before = sys.getswitchinterval()

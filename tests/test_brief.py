@@ -17,7 +17,7 @@ TAKING = ["gather", "take"]
 
 
 @pytest.fixture(params=["cpu", "auto"])
-def brief(gpuops, request):
+def brief(gpuops, own_cache, request):
     with gpuops.device(request.param):
         yield gpuops
 

@@ -18,9 +18,8 @@ random = np.random.default_rng(1)
 
 
 @pytest.fixture(autouse=True)
-def cache(gpu, tmp_path_factory, monkeypatch):
+def nvrtc(gpu, own_cache):
     open_nvrtc(gpu.gpuops)
-    monkeypatch.setenv("GPUOPS_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "cache"))
 
 
 @contextlib.contextmanager

@@ -93,10 +93,7 @@ x = np.arange(1 << 18, dtype="f4")
 """
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path_factory, monkeypatch):
-    """What this process measures is kept for the other tests, and not for the user."""
-    monkeypatch.setenv("GPUOPS_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "cache"))
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 @pytest.fixture
@@ -1173,7 +1170,7 @@ assert ways[-1] == "cuda"
 
 
 @pytest.fixture
-def known(gpuops, cache):
+def known(gpuops, own_cache):
     """The machine need not be measured in this process, in which others go by these rates as well.
 
     They expect that few rows of a table are not worth all of it.
