@@ -134,6 +134,7 @@ def array(source):
         made = made[()]
     elif way == 7:
         made = np.ma.array(made)
+        repr(made)  # which makes it hold the number that stands for others, and that a dtype
     elif way == 8 and dtype.kind != "O":
         made = memoryview(made.tobytes())
     return made
