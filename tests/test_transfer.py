@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from faults.sweep import FATAL, documented_codes
 from helpers import (
     constant,
     locked_by_somebody_else,
@@ -431,6 +432,23 @@ def test_a_gpu_that_is_busy_for_long(small_rings, fails):
     round_trip(fake.gpuops, x)
 
 
+def test_a_wait_fails_with_every_code(small_rings):
+    """What faults/sweep.py leaves out, since most copies are over before they wait so."""
+    fake, x = small_rings, numbers(ABOVE_DIVIDED)
+    passing = [code for _, code, _ in documented_codes() if code not in (OUT_OF_MEMORY, *FATAL)]
+    for code in passing:
+        with (
+            fake.fake.fail(1, NOT_READY, "from then on", "cudaEventQuery"),
+            fake.fake.fail(1, code, "once", "cudaEventSynchronize") as fault,
+            pytest.raises(fake.gpuops.DeviceError, match="cudaEventSynchronize") as caught,
+        ):
+            fake.gpuops.to_device(x)
+        assert fault.reached and caught.value.code == code
+        assert type(caught.value) is fake.gpuops.DeviceError
+    round_trip(fake.gpuops, x)
+    assert len(passing) > 80
+
+
 @pytest.mark.parametrize("scheduler", ["now", "lazy"])
 def test_work_that_nothing_marks_the_end_of(fake, no_rings, scheduler):
     """A chunk is queued, and then neither its event nor its end can be had: the ring waits."""
@@ -510,6 +528,28 @@ def rings():
 def in_child(device, source, **environment):
     environment["GPUOPS_FAKE_MEMORY"] = str(DEVICE_BYTES)
     return run_child(device.gpuops, IN_CHILD + source, **environment)
+
+
+@pytest.mark.parametrize("code", FATAL)
+def test_a_wait_finds_the_gpu_lost(fake_device, code):
+    source = f"""
+x = numbers(ABOVE)
+def lost():
+    try:
+        gpuops.to_device(x)
+    except gpuops.DeviceLostError as error:
+        assert error.code == {code}
+        return str(error)
+with (
+    fake.fail(1, {NOT_READY}, "from then on", "cudaEventQuery"),
+    fake.fail(1, {code}, "once", "cudaEventSynchronize"),
+):
+    assert "cudaEventSynchronize" in lost()
+assert lost()
+np.testing.assert_array_equal(gpuops.add(x, x, device="cpu"), x + x)
+print("as promised")
+"""
+    assert in_child(fake_device, source) == "as promised\n"
 
 
 @pytest.mark.parametrize("threads", [1, 2, 12])

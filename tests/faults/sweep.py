@@ -716,8 +716,8 @@ class FunctionOnPath(NamedTuple):
     codes: list
 
 
-# Called only where something takes long, which on a busy machine anything may: test_transfer.py
-# makes it fail where it is called for certain.
+# Called only where something takes long, which on a busy machine anything may. test_transfer.py
+# makes it fail, with every code, where it is called for certain.
 AFTER_A_WHILE = {"cudaEventSynchronize"}
 
 
