@@ -9,10 +9,10 @@
 enum { MOST_TAKEN = 1 << 10, MOST_ITEM_BYTES = 16 };
 
 /* As the path of all calls chooses, which tells of wrong settings. */
-static bool runs_here(void)
+static bool runs_here(PyObject *wanted)
 {
     int device;
-    if (read_device(Py_None, &device) < 0) {
+    if (read_device(wanted, &device) < 0) {
         PyErr_Clear();
         return false;
     }
@@ -57,10 +57,10 @@ static bool gather_few(PyObject *const *args, Few *few)
     return status == STATUS_OK;
 }
 
-static bool take(PyObject *const *args, PyObject **result)
+static bool take(PyObject *const *args, PyObject *device, PyObject **result)
 {
     Few few;
-    if (!read_few(args[0], args[1], &few) || !runs_here()) return false;
+    if (!read_few(args[0], args[1], &few) || !runs_here(device)) return false;
     PyArrayObject *indices = (PyArrayObject *)args[1];
     PyArray_Descr *descr = PyArray_DESCR((PyArrayObject *)args[0]);
     Py_INCREF((PyObject *)descr);
@@ -90,7 +90,7 @@ static bool share_bytes(const void *one, int64_t bytes, const void *other, int64
     return first < second + (size_t)other_bytes && second < first + (size_t)bytes;
 }
 
-static bool put(PyObject *const *args, PyObject **result)
+static bool put(PyObject *const *args, PyObject *device, PyObject **result)
 {
     Few few;
     if (!PyArray_CheckExact(args[2]) || !read_few(args[0], args[1], &few)) return false;
@@ -104,18 +104,30 @@ static bool put(PyObject *const *args, PyObject **result)
     const int64_t x_bytes = few.size * few.item_bytes;
     /* All indices are read before anything is written, but values are not. */
     if (share_bytes(few.x, x_bytes, few.packed, few.count * few.item_bytes)) return false;
-    if (!runs_here() || !scatter_briefly(&few)) return false;
+    if (!runs_here(device) || !scatter_briefly(&few)) return false;
     *result = Py_NewRef(Py_None);
     return true;
 }
 
-bool call_briefly(int op, PyObject *const *args, Py_ssize_t count, PyObject **result)
+/* NULL: the keywords are others. What is no text may be code of Python's, which is to run once. */
+static PyObject *device_of(PyObject *names, PyObject *const *keywords)
+{
+    if (names == NULL) return Py_None;
+    if (PyTuple_Size(names) != 1 || !PyUnicode_CheckExact(keywords[0])) return NULL;
+    PyObject *name = PyTuple_GetItem(names, 0);
+    return PyUnicode_CompareWithASCIIString(name, "device") == 0 ? keywords[0] : NULL;
+}
+
+bool call_briefly(int op, PyObject *const *args, Py_ssize_t count, PyObject *names,
+                  PyObject **result)
 {
     static const Candidate HERE = {.way = WAY_CPU, .device = DEVICE_CPU, .seconds = -1};
     const bool takes = count == 2 && (op == OPERATOR_gather || op == OPERATOR_take);
     if (!takes && !(count == 3 && op == OPERATOR_scatter)) return false;
+    PyObject *device = device_of(names, args + count);
+    if (device == NULL) return false;
     const uint64_t started = ticks_now();
-    const bool is_done = takes ? take(args, result) : put(args, result);
+    const bool is_done = takes ? take(args, device, result) : put(args, device, result);
     if (is_done && *result != NULL) note_route(&operators[op], &HERE, started);
     return is_done;
 }

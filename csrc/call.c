@@ -1033,7 +1033,7 @@ PyObject *call_operator(PyObject *module, int op, PyObject *const *args, Py_ssiz
                         PyObject *names)
 {
     PyObject *values[MAX_PARAMETERS], *result = NULL;
-    if (names == NULL && call_briefly(op, args, count, &result)) return result;
+    if (call_briefly(op, args, count, names, &result)) return result;
     State *state = PyModule_GetState(module);
     const Signature *signature = &state->signatures[op];
     if (bind_arguments(signature, args, count, names, values) < 0) return NULL;

@@ -227,7 +227,8 @@ void progress_close(Progress *progress, PyObject **result);
 
 /* brief.c: makes a call at once if it is one of the shortest. True: *result is what it returns, or
  * NULL with an exception. */
-bool call_briefly(int op, PyObject *const *args, Py_ssize_t count, PyObject **result);
+bool call_briefly(int op, PyObject *const *args, Py_ssize_t count, PyObject *names,
+                  PyObject **result);
 
 /* call.c */
 PyObject *call_operator(PyObject *module, int op, PyObject *const *args, Py_ssize_t count,

@@ -549,13 +549,14 @@ bool is_worth_parts(int64_t bytes);
 /* Whether a call between arrays on the host would go through a slab on a GPU. */
 bool call_suits_slab(const Call *call);
 
-/* Whether a call takes less on the CPU than it takes to let other threads of Python go on. */
+/* Whether a call takes less on the CPU than it takes to let other threads of Python go on, as that
+ * of MOST_FEW numbers from anywhere does; NumPy draws the line there, too. */
+enum { MOST_FEW = 500 };
 bool call_is_brief(const Call *call);
 
 /* Elements of an array of one axis, and memory without gaps that they are taken to or come from.
  * False, and x is as it was, where an index is out of bounds as in mode 'raise', or elements are of
  * an unusual size. No more than MOST_FEW are written so. */
-enum { MOST_FEW = 500 };
 typedef struct Few {
     char *x, *packed;
     const int64_t *indices;

@@ -1,10 +1,12 @@
 """The shortest calls, which do not go the path of all others, and what only looks like one of them.
 
-With a keyword a call goes that path, so that the two can be told apart.
+With mode= or axis= a call goes that path, so that the two can be told apart.
 """
 
 import importlib
+import sys
 import threading
+import time
 import warnings
 
 import numpy as np
@@ -269,6 +271,63 @@ def test_where_the_default_device_says(fake):
 
 
 @pytest.mark.parametrize(
+    ("default", "device", "is_gpu"),
+    [
+        ("cpu", "cuda", True), ("cpu", 0, True), ("cuda", "cpu", False), ("cuda", "auto", False),
+        ("cuda", None, True), ("cpu", None, False),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize(("name", "values"), [("gather", []), ("scatter", [np.ones(2)])])
+def test_where_the_call_says(fake, name, values, default, device, is_gpu):
+    """Whatever the default is."""
+    before = fake.fake.calls("cudaLaunchKernel")
+    with fake.gpuops.device(default):
+        call = getattr(fake.gpuops, name)
+        call(np.arange(5.0), np.array([1, 2]), *values, device=device)
+    assert (fake.fake.calls("cudaLaunchKernel") > before) == is_gpu
+    assert (fake.gpuops.last_route().device == "cpu") != is_gpu
+
+
+class Ordinal:
+    """Counts how often it is asked which device it is."""
+
+    asked = 0
+
+    def __index__(self):
+        self.asked += 1
+        return 0
+
+
+@pytest.mark.parametrize(
+    "keywords",
+    [
+        {"device": "gpu"}, {"device": "\ud800"}, {"device": 1.5}, {"device": b"cpu"},
+        {"mode": "cpu"}, {"axis": "cpu"}, {"devic": "cpu"}, {"device": "cpu", "mode": "up"},
+        {"mode": "wrap"}, {"device": "auto", "mode": "clip"}, {"device": "cpu", "axis": 1},
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_other_keywords(brief, keywords):
+    """Good or bad, they are told of, or heeded, as with a list, which goes the other path."""
+    is_good = keywords.get("mode") in ("wrap", "clip")
+    x, indices = np.arange(5.0), np.array([1, 7 if is_good else 3])
+    result = outcome(lambda: brief.gather(x, indices, **keywords))
+    expected = outcome(lambda: brief.gather(x, indices.tolist(), **keywords))
+    if is_good:
+        same(result, np.take(x, indices, mode=keywords["mode"]))
+        same(result, expected)
+    else:
+        assert isinstance(result, tuple)
+        assert result == expected
+
+
+def test_a_device_is_asked_once(fake):
+    ordinal = Ordinal()
+    fake.gpuops.gather(np.arange(5.0), np.array([1, 2]), device=ordinal)
+    assert ordinal.asked == 1
+
+
+@pytest.mark.parametrize(
     ("variable", "value"),
     [("GPUOPS_DEVICE", "gpu"), ("GPUOPS_NUM_THREADS", "many"), ("GPUOPS_CPU_LEVEL", "x86-64-v9")],
 )
@@ -319,6 +378,30 @@ def test_indices_that_another_thread_changes(brief):
         assert not memory[:count].any() and not memory[2 * count :].any()
 
     run_threads([change, use])
+
+
+def test_others_run_while_many_are_taken(brief):
+    """Without being in need of it: nobody is made to let go, however long they wait."""
+    table = np.arange(1 << 22)
+    indices = positions(TAKEN, len(table))
+    before = sys.getswitchinterval()
+    came = threading.Event()
+
+    def other():
+        time.sleep(0.05)  # which is when the taking has begun
+        came.set()
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    sys.setswitchinterval(1000)
+    try:
+        deadline = time.perf_counter() + 20
+        while not came.is_set() and time.perf_counter() < deadline:
+            brief.gather(table, indices)
+        assert came.is_set()
+    finally:
+        sys.setswitchinterval(before)
+        thread.join()
 
 
 def test_eight_threads_at_once(brief, short_switch_interval):
