@@ -29,7 +29,7 @@ enum { LINE_BYTES = 64 };
 static const double CLEAR_BYTES = 32 << 10, CLEAR_ROWS = 2048, CLEAR_SUMS = 32 << 10;
 
 /* What takes a microsecond or so. */
-static const double BRIEF_BYTES = 4 << 10, BRIEF_ROWS = 512, BRIEF_SUMS = 4 << 10;
+static const double BRIEF_BYTES = 4 << 10, BRIEF_ROWS = MOST_FEW, BRIEF_SUMS = 4 << 10;
 
 /* The calls that were measured, by what their rates go by. What was measured as far elements is
  * what no cache holds anything of, and some hold the most of some 100 MiB. */
@@ -501,7 +501,10 @@ bool route_is_clear(const Call *call)
     const double *rates =
         rates_of(__atomic_load_n(&least_device, __ATOMIC_RELAXED), call->op->work);
     if (rates == NULL) return false;
-    return seconds_on_cpu(call, &weight, rates) <= start_of(call, rates);
+    /* Of calls of a microsecond, to find out whether the operands fit a slab takes a tenth. */
+    const double seconds = seconds_on_cpu(call, &weight, rates);
+    const double start = rates[call->op->number * RATES_OF_OPERATOR + RATE_START];
+    return seconds <= fmin(start, rates[RATE_SLAB_START]) || seconds <= start_of(call, rates);
 }
 
 static void estimate(const Call *call, const Weight *weight, const double *rates,
