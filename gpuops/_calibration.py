@@ -4,8 +4,8 @@ The C core runs the operators on the CPU and the GPU and times them; of products
 are NumPy's on the CPU, NumPy is timed here. An entry counts only for the machine that it was
 measured on: the processor, the threads that may be used, the GPU and its number, the driver, what
 the environment says of all these, and the versions of gpuops, NumPy, its BLAS and the C library are
-its key, with the kind of work that it is for. What was measured beside other work of the process is
-for this process alone.
+its key, with the kind of work that it is for. What was measured beside other work, of the process
+or of others, is for this process alone.
 """
 
 import contextlib
@@ -16,6 +16,7 @@ import os
 import platform
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy
 
@@ -39,6 +40,10 @@ _TASKS = "/proc/self/task"
 _LOOK_SECONDS = 1e-3
 _MOST_REST_SECONDS = 0.3
 
+_PROCESSORS = "/proc/stat"
+# Of the time of all processors: where others have less, they take little of memory's, too.
+_MOST_OF_OTHERS = 0.25
+
 # What decides with how many threads NumPy multiplies, which GPU has which number, and whether
 # copies have page-locked buffers.
 _VARIABLES = (
@@ -57,6 +62,7 @@ def calibrate(ordinal: int, work: str) -> None:
         _core._tell_rates(ordinal, work, _decoded(_load(key)))
         return
     is_alone = come_to_rest()
+    before = _processors()
     rates = _core._measure_rates(ordinal, work)
     is_alone = is_alone and come_to_rest()  # nor has another one begun, before products are timed
     if work == _PRODUCTS:
@@ -64,7 +70,7 @@ def calibrate(ordinal: int, work: str) -> None:
     if ordinal < 0:
         _fill_up(rates)
     _core._tell_rates(ordinal, work, rates)
-    if is_alone:
+    if is_alone and _part_of_others(before, _processors()) <= _MOST_OF_OTHERS:
         _cache.store(key, json.dumps(rates).encode(), _cache.CALIBRATION)
 
 
@@ -95,6 +101,34 @@ def _state(thread: str) -> bytes:
     with contextlib.suppress(OSError), open(f"{_TASKS}/{thread}/stat", "rb") as file:
         return file.read().rpartition(b")")[2].strip()[:1]
     return b""
+
+
+class _Seconds(NamedTuple):
+    """What the processors that may be used have done since they were started."""
+
+    at_work: float
+    idle: float
+    for_us: float
+
+
+def _processors() -> _Seconds:
+    """Look at them; where they cannot be looked at they are taken to have done nothing."""
+    at_work = idle = 0
+    names = {f"cpu{number}" for number in os.sched_getaffinity(0)}
+    with contextlib.suppress(OSError), open(_PROCESSORS, encoding="ascii") as file:
+        for name, *ticks in filter(None, map(str.split, file)):
+            if name in names:
+                user, nice, system, nothing, waiting, *others = map(int, ticks[:8])
+                at_work += user + nice + system + sum(others)
+                idle += nothing + waiting
+    tick = 1 / os.sysconf("SC_CLK_TCK")
+    return _Seconds(at_work * tick, idle * tick, time.process_time())
+
+
+def _part_of_others(before: _Seconds, after: _Seconds) -> float:
+    """Return the part of the processors' time that was others' work, or was kept from them all."""
+    at_work, idle, for_us = (late - early for early, late in zip(before, after, strict=True))
+    return max(at_work - for_us, 0.0) / max(at_work + idle, for_us, 1e-9)
 
 
 def _load(key: str) -> bytes | None:

@@ -8,7 +8,10 @@ import importlib
 import itertools
 import json
 import math
+import os
 import re
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -62,6 +65,7 @@ from pathlib import Path
 
 cache = importlib.import_module(gpuops.__name__ + "._cache")
 calibration = importlib.import_module(gpuops.__name__ + "._calibration")
+calibration._PROCESSORS = "nowhere"  # these may be at work for other tests
 cudart = Path(gpuops.__path__[0]).parent / "cudart"
 fake = Fake(cudart) if cudart.is_dir() else None
 launches = lambda: fake.calls("cudaLaunchKernel")
@@ -828,6 +832,49 @@ for thread in threads:
 calibration.calibrate(0, "elements")
 assert kept() == rates
 """)
+
+
+def test_what_is_measured_beside_other_processes_is_not_kept(child):
+    """Of four processors they have all, just too much, and hardly anything."""
+    child("""
+os.sched_getaffinity = lambda process: {0, 1, 2, 3}
+os.sysconf = lambda name: {"SC_CLK_TCK": 100}[name]
+time.process_time = lambda: own
+calibration._PROCESSORS = Path(os.environ["GPUOPS_CACHE_DIR"]).with_name("stat")
+calibration._core._measure_rates = lambda ordinal, work: tell(*passed) or dict(rates)
+own = 7.0
+def tell(work, idle, for_us):
+    global own
+    own += for_us
+    lines = [f"cpu{i} {work // 2} 3 0 {idle} 5 1 2 {work // 2} 0 0" for i in range(4)]
+    others = [f"{name} {99 * work} 9 9 9 9 9 9 9 0 0" for name in ("cpu", "cpu4")]
+    others += ["", "ctxt 123"]
+    calibration._PROCESSORS.write_text("\\n".join(lines + others) + "\\n")
+
+# In ticks of each, and seconds of the process.
+for passed, is_kept in (((100, 0, 0.1), False), ((50, 50, 0.9), False), ((50, 50, 1.1), True)):
+    tell(0, 0, 0.0)
+    calibration.calibrate(0, "elements")
+    assert (kept() is not None) == is_kept, passed
+""")
+
+
+def test_processes_that_are_at_work_are_seen(monkeypatch):
+    """On this machine, and where it has no /proc nothing is."""
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"])
+            for _ in os.sched_getaffinity(0)]  # fmt: skip
+    try:
+        before = _calibration._processors()
+        time.sleep(0.5)
+        after = _calibration._processors()
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
+    assert _calibration._part_of_others(before, after) > 0.5
+    assert after.at_work - before.at_work < 0.9 * len(busy)
+    monkeypatch.setattr(_calibration, "_PROCESSORS", "nowhere")
+    assert _calibration._part_of_others(*(_calibration._processors() for _ in range(2))) == 0
 
 
 def test_threads_that_cannot_be_looked_at_are_taken_to_rest(monkeypatch, tmp_path):
