@@ -273,6 +273,9 @@ constexpr RingBytes BUFFER_BYTES = 4 << 20;
 /* What a worker takes at a time: long against the taking, short against the wait for the last. */
 constexpr RingBytes SLICE_BYTES = 128 << 10;
 constexpr int MOST_WORKERS = 15; /* as many as both ways of the bus, or fresh memory, keep busy */
+/* One way is kept busy by seven threads. All sixteen processors at work on the host of an H200 take
+ * more of each other's time for it, and do it no sooner. */
+constexpr int MOST_ONE_WAY_WORKERS = 12;
 constexpr int64_t PATIENCE_MICROSECONDS = 1000; /* of who keeps workers from others */
 /* Below this, the driver's own way is faster than waking the workers. */
 constexpr RingBytes LEAST_RING_BYTES = 2 << 20;
@@ -682,13 +685,29 @@ static int64_t bytes_of_chunk(const Transfer &transfer, int64_t chunk)
     return smaller(transfer.chunk_bytes, transfer.bytes - chunk * transfer.chunk_bytes);
 }
 
+static bool goes(const Crew &crew, bool up)
+{
+    const Transfer *transfer = crew.first;
+    while (transfer != NULL && transfer->up != up) transfer = transfer->next;
+    return transfer != NULL;
+}
+
+/* With the lock. */
+static int64_t most_workers(const Crew &crew)
+{
+    const bool is_fresh = crew.populated < crew.populated_end;
+    return is_fresh || (goes(crew, true) && goes(crew, false)) ? MOST_WORKERS
+                                                               : MOST_ONE_WAY_WORKERS;
+}
+
 /* To what is opened. Whoever finds them taken works alone, and tries again with the next chunk. */
 static void call_workers(Crew *crew)
 {
     if (!crew->helped) crew->helped = parallel_begin(help, crew);
     if (!crew->helped) return;
     pthread_mutex_lock(&crew->lock);
-    const int missing = static_cast<int>(smaller(crew->slices_left, MOST_WORKERS)) - crew->helpers;
+    const int64_t wanted = smaller(crew->slices_left, most_workers(*crew));
+    const int missing = static_cast<int>(wanted) - crew->helpers;
     pthread_mutex_unlock(&crew->lock);
     if (missing > 0) parallel_call(missing);
 }
@@ -703,7 +722,14 @@ static void dismiss_workers(Crew *crew)
     crew->over = crew->helped = false;
 }
 
-/* Fresh memory has no gaps, and neither has what is made ready. */
+static bool is_there(char *page)
+{
+    unsigned char resident;
+    return mincore(page, 1, &resident) == 0 && (resident & 1) != 0;
+}
+
+/* Fresh memory has no gaps, and neither has what is made ready. That of results which are gone, and
+ * most of what is given, is there already: one page tells of as much as is made ready at least. */
 static void expect(Crew *crew, char *begin, int64_t bytes)
 {
     if (bytes < LEAST_POPULATED_BYTES) return;
@@ -713,6 +739,8 @@ static void expect(Crew *crew, char *begin, int64_t bytes)
     crew->populated = reinterpret_cast<char *>(first);
     crew->populated_end = reinterpret_cast<char *>(last);
     crew->reached = begin;
+    while (crew->populated < crew->populated_end && is_there(crew->populated))
+        crew->populated += smaller(crew->populated_end - crew->populated, LEAST_AHEAD_BYTES);
 }
 
 /* Whether the last copy from or to the buffer of a chunk is over. */

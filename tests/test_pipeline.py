@@ -697,8 +697,9 @@ def kernel_makes_ready():
     return ctypes.CDLL(None).madvise(place, size, populate_write) == 0
 
 
-def test_all_of_the_result_is_made_ready(fake_device):
-    """By the workers, before there is anything to be written to it."""
+@pytest.mark.parametrize("there", [0, 1, 20 << 20])
+def test_all_of_the_result_is_made_ready(fake_device, there):
+    """By the workers, before there is anything to be written to it, and though some is there."""
     if not kernel_makes_ready():
         pytest.skip("the kernel has no MADV_POPULATE_WRITE")
     source = """
@@ -717,13 +718,16 @@ def gets_there():
 mincore = ctypes.CDLL(None).mincore
 fake.set_ring_divisor(1)
 fake.set_part_bytes(3 << 20)
-x = numbers((9 << 20) + 4097)  # of several huge pages
+x = numbers((41 << 20) + 4097)  # of many huge pages
 out = np.frombuffer(mmap.mmap(-1, len(x)), np.uint8)
+first = -out.ctypes.data % HUGE_PAGE_BYTES
+out[first : first + THERE] = 1
 print(is_there())
 with at_launch(1, gets_there):
     gpuops.add(x, x, out=out, device="cuda")
 np.testing.assert_array_equal(out, x + x)
 """
+    source = source.replace("THERE", str(there))
     said = watched(fake_device, source, GPUOPS_NUM_THREADS="3")
     assert said == "False\nTrue\n"
 
