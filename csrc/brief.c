@@ -109,11 +109,13 @@ static bool put(PyObject *const *args, PyObject *device, PyObject **result)
     return true;
 }
 
-/* NULL: the keywords are others. What is no text may be code of Python's, which is to run once. */
+/* NULL: the keywords are others. What is neither a text nor None may be code of Python's, which is
+ * to run once. */
 static PyObject *device_of(PyObject *names, PyObject *const *keywords)
 {
     if (names == NULL) return Py_None;
-    if (PyTuple_Size(names) != 1 || !PyUnicode_CheckExact(keywords[0])) return NULL;
+    if (PyTuple_Size(names) != 1) return NULL;
+    if (!PyUnicode_CheckExact(keywords[0]) && keywords[0] != Py_None) return NULL;
     PyObject *name = PyTuple_GetItem(names, 0);
     return PyUnicode_CompareWithASCIIString(name, "device") == 0 ? keywords[0] : NULL;
 }

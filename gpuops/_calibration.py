@@ -4,8 +4,8 @@ The C core runs the operators on the CPU and the GPU and times them; of products
 are NumPy's on the CPU, NumPy is timed here. An entry counts only for the machine that it was
 measured on: the processor, the threads that may be used, the GPU and its number, the driver, what
 the environment says of all these, and the versions of gpuops, NumPy, its BLAS and the C library are
-its key, with the kind of work that it is for. What was measured beside other work, of the process
-or of others, is for this process alone.
+its key, with the kind of work that it is for. What was measured beside other work of the process,
+or while it had to wait for processors, is for this process alone.
 """
 
 import contextlib
@@ -40,9 +40,9 @@ _TASKS = "/proc/self/task"
 _LOOK_SECONDS = 1e-3
 _MOST_REST_SECONDS = 0.3
 
-_PROCESSORS = "/proc/stat"
-# Of the time of all processors: where others have less, they take little of memory's, too.
-_MOST_OF_OTHERS = 0.25
+# The part of its time that a process may wait for processors. It is some hundredths at most where
+# it has the machine to itself, and a fifth and more where half of the processors have other work.
+_MOST_WAITING = 0.1
 
 # What decides with how many threads NumPy multiplies, which GPU has which number, and whether
 # copies have page-locked buffers.
@@ -62,7 +62,7 @@ def calibrate(ordinal: int, work: str) -> None:
         _core._tell_rates(ordinal, work, _decoded(_load(key)))
         return
     is_alone = come_to_rest()
-    before = _processors()
+    before = _spent()
     rates = _core._measure_rates(ordinal, work)
     is_alone = is_alone and come_to_rest()  # nor has another one begun, before products are timed
     if work == _PRODUCTS:
@@ -70,7 +70,7 @@ def calibrate(ordinal: int, work: str) -> None:
     if ordinal < 0:
         _fill_up(rates)
     _core._tell_rates(ordinal, work, rates)
-    if is_alone and _part_of_others(before, _processors()) <= _MOST_OF_OTHERS:
+    if is_alone and _part_waited(before, _spent()) <= _MOST_WAITING:
         _cache.store(key, json.dumps(rates).encode(), _cache.CALIBRATION)
 
 
@@ -88,47 +88,52 @@ def come_to_rest(most_seconds: float = _MOST_REST_SECONDS) -> bool:
     return True
 
 
+def _threads() -> list[str]:
+    with contextlib.suppress(OSError):  # There is no such folder everywhere.
+        return os.listdir(_TASKS)
+    return []
+
+
+def _read(thread: str, name: str) -> bytes:
+    with open(f"{_TASKS}/{thread}/{name}", "rb") as file:
+        return file.read()
+
+
 def _others_at_work() -> bool:
     """Tell whether another thread has a processor, or waits for one."""
-    with contextlib.suppress(OSError):  # There is no such folder everywhere.
+    with contextlib.suppress(OSError):
         own = os.path.basename(os.readlink("/proc/thread-self"))
-        return any(thread != own and _state(thread) == b"R" for thread in os.listdir(_TASKS))
+        return any(thread != own and _state(thread) == b"R" for thread in _threads())
     return False
 
 
 def _state(thread: str) -> bytes:
     """Return the letter for what a thread does; none where it is over."""
-    with contextlib.suppress(OSError), open(f"{_TASKS}/{thread}/stat", "rb") as file:
-        return file.read().rpartition(b")")[2].strip()[:1]
+    with contextlib.suppress(OSError):
+        return _read(thread, "stat").rpartition(b")")[2].strip()[:1]
     return b""
 
 
-class _Seconds(NamedTuple):
-    """What the processors that may be used have done since they were started."""
+class _Spent(NamedTuple):
+    """What the threads of this process have spent since they began, in nanoseconds."""
 
-    at_work: float
-    idle: float
-    for_us: float
-
-
-def _processors() -> _Seconds:
-    """Look at them; where they cannot be looked at they are taken to have done nothing."""
-    at_work = idle = 0
-    names = {f"cpu{number}" for number in os.sched_getaffinity(0)}
-    with contextlib.suppress(OSError), open(_PROCESSORS, encoding="ascii") as file:
-        for name, *ticks in filter(None, map(str.split, file)):
-            if name in names:
-                user, nice, system, nothing, waiting, *others = map(int, ticks[:8])
-                at_work += user + nice + system + sum(others)
-                idle += nothing + waiting
-    tick = 1 / os.sysconf("SC_CLK_TCK")
-    return _Seconds(at_work * tick, idle * tick, time.process_time())
+    running: int
+    waiting: int  # for a processor that another thread has
 
 
-def _part_of_others(before: _Seconds, after: _Seconds) -> float:
-    """Return the part of the processors' time that was others' work, or was kept from them all."""
-    at_work, idle, for_us = (late - early for early, late in zip(before, after, strict=True))
-    return max(at_work - for_us, 0.0) / max(at_work + idle, for_us, 1e-9)
+def _spent() -> _Spent:
+    """Ask the scheduler; what it does not tell is taken to be nothing."""
+    running = waiting = 0
+    for thread in _threads():
+        with contextlib.suppress(OSError, ValueError):
+            ran, waited, _ = _read(thread, "schedstat").split()
+            running, waiting = running + int(ran), waiting + int(waited)
+    return _Spent(running, waiting)
+
+
+def _part_waited(before: _Spent, after: _Spent) -> float:
+    running, waiting = (late - early for early, late in zip(before, after, strict=True))
+    return max(waiting, 0) / max(running + waiting, 1)
 
 
 def _load(key: str) -> bytes | None:

@@ -549,9 +549,10 @@ bool is_worth_parts(int64_t bytes);
 /* Whether a call between arrays on the host would go through a slab on a GPU. */
 bool call_suits_slab(const Call *call);
 
-/* Whether a call takes less on the CPU than it takes to let other threads of Python go on, as that
- * of MOST_FEW numbers from anywhere does; NumPy draws the line there, too. */
+/* Rows, or numbers, that take less from wherever they are than it takes to let other threads of
+ * Python go on; NumPy draws the line there, too. */
 enum { MOST_FEW = 500 };
+/* Whether a call takes less than that on the CPU. */
 bool call_is_brief(const Call *call);
 
 /* Elements of an array of one axis, and memory without gaps that they are taken to or come from.

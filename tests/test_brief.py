@@ -392,9 +392,9 @@ def test_others_run_while_many_are_taken(brief):
         came.set()
 
     thread = threading.Thread(target=other)
-    thread.start()
     sys.setswitchinterval(1000)
     try:
+        thread.start()
         deadline = time.perf_counter() + 20
         while not came.is_set() and time.perf_counter() < deadline:
             brief.gather(table, indices)

@@ -8,10 +8,7 @@ import importlib
 import itertools
 import json
 import math
-import os
 import re
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -65,7 +62,7 @@ from pathlib import Path
 
 cache = importlib.import_module(gpuops.__name__ + "._cache")
 calibration = importlib.import_module(gpuops.__name__ + "._calibration")
-calibration._PROCESSORS = "nowhere"  # these may be at work for other tests
+calibration._MOST_WAITING = 1  # for processors, which other tests may have
 cudart = Path(gpuops.__path__[0]).parent / "cudart"
 fake = Fake(cudart) if cudart.is_dir() else None
 launches = lambda: fake.calls("cudaLaunchKernel")
@@ -835,46 +832,56 @@ assert kept() == rates
 
 
 def test_what_is_measured_beside_other_processes_is_not_kept(child):
-    """Of four processors they have all, just too much, and hardly anything."""
-    child("""
-os.sched_getaffinity = lambda process: {0, 1, 2, 3}
-os.sysconf = lambda name: {"SC_CLK_TCK": 100}[name]
-time.process_time = lambda: own
-calibration._PROCESSORS = Path(os.environ["GPUOPS_CACHE_DIR"]).with_name("stat")
-calibration._core._measure_rates = lambda ordinal, work: tell(*passed) or dict(rates)
-own = 7.0
-def tell(work, idle, for_us):
-    global own
-    own += for_us
-    lines = [f"cpu{i} {work // 2} 3 0 {idle} 5 1 2 {work // 2} 0 0" for i in range(4)]
-    others = [f"{name} {99 * work} 9 9 9 9 9 9 9 0 0" for name in ("cpu", "cpu4")]
-    others += ["", "ctxt 123"]
-    calibration._PROCESSORS.write_text("\\n".join(lines + others) + "\\n")
+    """Of two threads, beside one that is over before it is looked at."""
+    child(f"""
+calibration._MOST_WAITING = {_calibration._MOST_WAITING}
+calibration._core._measure_rates = lambda ordinal, work: write(*spent) or dict(rates)
+calibration.come_to_rest = lambda: True
+calibration._TASKS = Path(os.environ["GPUOPS_CACHE_DIR"]).with_name("task")
+def write(*spent):
+    for thread, (running, waiting) in enumerate(spent):
+        folder = calibration._TASKS / str(thread)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "schedstat").write_text(f"{{running}} {{waiting}} 12\\n")
 
-# In ticks of each, and seconds of the process.
-for passed, is_kept in (((100, 0, 0.1), False), ((50, 50, 0.9), False), ((50, 50, 1.1), True)):
-    tell(0, 0, 0.0)
+for spent, is_kept in (
+    ([(7, 1), (16, 3)], False),
+    ([(16, 2), (17, 3)], False),
+    ([(20, 2), (21, 3)], True),
+):
+    write((6, 1), (7, 1))
+    (calibration._TASKS / "77").mkdir(exist_ok=True)
     calibration.calibrate(0, "elements")
-    assert (kept() is not None) == is_kept, passed
+    assert (kept() is not None) == is_kept, spent
 """)
 
 
-def test_processes_that_are_at_work_are_seen(monkeypatch):
-    """On this machine, and where it has no /proc nothing is."""
-    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"])
-            for _ in os.sched_getaffinity(0)]  # fmt: skip
-    try:
-        before = _calibration._processors()
-        time.sleep(0.5)
-        after = _calibration._processors()
-    finally:
-        for process in busy:
-            process.kill()
-            process.wait()
-    assert _calibration._part_of_others(before, after) > 0.5
-    assert after.at_work - before.at_work < 0.9 * len(busy)
-    monkeypatch.setattr(_calibration, "_PROCESSORS", "nowhere")
-    assert _calibration._part_of_others(*(_calibration._processors() for _ in range(2))) == 0
+@pytest.mark.skipif(_calibration._spent().running == 0, reason="the scheduler tells nothing")
+def test_waiting_for_a_processor_is_seen(cpu_device):
+    """One that three other processes want, too. What does not tell of it tells of no waiting."""
+    source = """
+import os, subprocess, sys, time
+from gpuops import _calibration
+
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(3)]
+time.sleep(0.5)
+try:
+    before, end = _calibration._spent(), time.monotonic() + 1
+    while time.monotonic() < end:
+        pass
+    after = _calibration._spent()
+finally:
+    for other in others:
+        other.kill()
+        other.wait()
+part = _calibration._part_waited(before, after)
+assert 0.3 < part < 1, part
+for tasks in ("nowhere", "/proc/self/fd", "/proc/self"):
+    _calibration._TASKS = tasks
+    assert _calibration._spent() == (0, 0)
+"""
+    assert run_child(cpu_device.gpuops, source) == ""
 
 
 def test_threads_that_cannot_be_looked_at_are_taken_to_rest(monkeypatch, tmp_path):
