@@ -8,7 +8,8 @@
  * long it takes was measured on this machine, once (measure.cu), for calls of three sizes, and in
  * between it is interpolated: by the bytes within which a call works, which are in one cache or
  * another; sums are long enough to go by their number, which tells how many threads have to do.
- * Calls that take less than the way to a GPU and back on any machine run on the CPU, and nothing is
+ * Each operand has a copy of its own, and long copies take less for a byte than short ones. Calls
+ * that take less than the way to a GPU and back on any machine run on the CPU, and nothing is
  * measured for them.
  *
  * What a table of gather's takes to go up, or to be read where it is, gather_way.c tells, by which
@@ -31,6 +32,9 @@ static const double CLEAR_BYTES = 32 << 10, CLEAR_ROWS = 2048, CLEAR_SUMS = 32 <
 /* What takes a microsecond or so. */
 static const double BRIEF_BYTES = 4 << 10, BRIEF_ROWS = MOST_FEW, BRIEF_SUMS = 4 << 10;
 
+/* Of operators on elements, what does, where no operand takes more than a few page faults. */
+static const int64_t BRIEF_CLOSE_BYTES = 16 << 10, BRIEF_EXTENT = 32 << 10;
+
 /* The calls that were measured, by what their rates go by. What was measured as far elements is
  * what no cache holds anything of, and some hold the most of some 100 MiB. */
 enum { SIZES = 3 };
@@ -38,7 +42,6 @@ static const double OPERAND_BYTES[] = {12.0 * SMALL_ITEMS, 12.0 * LARGE_ITEMS, 5
 static const double TABLE_BYTES[] = {4.0 * SMALL_ITEMS, 4.0 * LARGE_ITEMS, 4.0 * FAR_TABLE_ITEMS};
 static const double SUMS[] = {SMALL_SUMS, LARGE_SUMS, FAR_SUMS};
 static const double FILTER_SUMS[] = {SMALL_SUMS, LARGE_SUMS, FAR_FILTER_SUMS};
-static const double COPY_BYTES[] = {SHORT_COPY_BYTES, MIDDLE_COPY_BYTES, LONG_COPY_BYTES};
 
 /* Below this, nobody asks what is page-locked. */
 static const double LARGE_BYTES = 16 << 20;
@@ -62,6 +65,8 @@ typedef struct Weight {
     double row_bytes;   /* WORK_ROWS */
     double table;       /* bytes that would go up for the array that is read in rows, */
     bool is_reachable;  /* and whether a kernel can read it where it is */
+    /* Of each operand what else goes up; the last one is what is changed in place. */
+    double copied[GPUOPS_MAX_INPUTS + 1];
 } Weight;
 
 static double bytes_of_input(const Call *call, int i)
@@ -100,7 +105,9 @@ static void weigh_rows(const Call *call, Weight *weight)
     weight->units = weight->touched + bytes_of_lines(call, weight);
     weight->working = (double)x->item_bytes * view_count(x, 0, x->ndim);
     if (call->in_place) return;
-    weight->table = stays_on_host(call, 0, weight->working) ? 0 : weight->working;
+    if (stays_on_host(call, 0, weight->working)) return;
+    weight->table = weight->working;
+    weight->copied[0] = 0;
 }
 
 /* What goes up where the kernel reads the rows of a table in place: the lines that they touch. */
@@ -147,13 +154,14 @@ static void weigh(const Call *call, Weight *weight)
 {
     memset(weight, 0, sizeof *weight);
     weight->down = (double)call->out.item_bytes * view_count(&call->out, 0, call->out.ndim);
-    if (call->in_place) weight->up = weight->down;
+    if (call->in_place) weight->up = weight->copied[GPUOPS_MAX_INPUTS] = weight->down;
     weight->touched = weight->largest = weight->down;
     for (int i = 0; i < call->input_count; i++) {
         const double bytes = bytes_of_input(call, i);
         weight->touched += bytes;
         weight->largest = fmax(weight->largest, bytes);
-        if (!stays_on_host(call, i, bytes)) weight->up += bytes;
+        if (stays_on_host(call, i, bytes)) continue;
+        weight->up += weight->copied[i] = bytes;
     }
     weight->working = weight->units = weight->touched;
     if (call->op->work == WORK_ROWS) weigh_rows(call, weight);
@@ -166,15 +174,15 @@ static void find_locked(const Call *call, Weight *weight)
 {
     if (weight->up + weight->down <= LARGE_BYTES) return;
     for (int i = 0; i < call->input_count; i++) {
-        const double bytes = bytes_of_input(call, i);
-        const bool is_table = i == 0 && weight->table > 0;
-        if (!is_table && !stays_on_host(call, i, bytes) && view_is_in_reach(&call->inputs[i]))
-            weight->up_locked += bytes;
+        if (weight->copied[i] == 0 || !view_is_in_reach(&call->inputs[i])) continue;
+        weight->up_locked += weight->copied[i];
+        weight->copied[i] = 0;
     }
     const View *target = call->in_place ? &call->out : call->given;
     if (target == NULL || !view_is_in_reach(target)) return;
     weight->down_locked = weight->down;
-    if (call->in_place) weight->up_locked += weight->down;
+    weight->up_locked += weight->copied[GPUOPS_MAX_INPUTS];
+    weight->copied[GPUOPS_MAX_INPUTS] = 0;
 }
 
 double route_units(const Call *call)
@@ -205,11 +213,23 @@ static double rate_on_cpu(const double *rates, int op, const double at[SIZES], d
     return rate_at(rates + op * RATES_OF_OPERATOR + RATE_CPU_SMALL, at, size);
 }
 
-/* Long copies take some time to begin, however long they are. */
+/* The driver makes short copies alone. Those by workers take some time to begin, however long they
+ * are. */
 double copy_seconds(const double rates[4], double bytes)
 {
+    if (bytes < MIDDLE_COPY_BYTES) return bytes * rates[0];
     const double beyond = fmax(bytes - LONG_COPY_BYTES, 0), rest = bytes - beyond;
-    return rest * rate_at(rates, COPY_BYTES, rest) + beyond * rates[SIZES];
+    const double rate = interpolate(rates[1], rates[2], rest, MIDDLE_COPY_BYTES, LONG_COPY_BYTES);
+    return rest * rate + beyond * rates[3];
+}
+
+/* Where all threads are at work, the first sums take longer than what comes on top of them. */
+static double seconds_of_products(const double *rates, double sums)
+{
+    const double *rate = rates + OPERATOR_matmul * RATES_OF_OPERATOR + RATE_CPU_SMALL;
+    if (sums <= LARGE_SUMS || sums >= FAR_SUMS) return sums * rate_at(rate, SUMS, sums);
+    const double large = LARGE_SUMS * rate[1], far = FAR_SUMS * rate[2];
+    return large + (far - large) * (sums - LARGE_SUMS) / (FAR_SUMS - LARGE_SUMS);
 }
 
 static double seconds_on_cpu(const Call *call, const Weight *weight, const double *rates)
@@ -221,12 +241,13 @@ static double seconds_on_cpu(const Call *call, const Weight *weight, const doubl
     const double memory =
         weight->touched * rate_on_cpu(rates, OPERATOR_add, OPERAND_BYTES, weight->working);
     double work;
-    if (has_sums(call))
-        work = weight->units * sums_factor(call, rates, false) *
-               rate_on_cpu(rates, op, call->op->work == WORK_PRODUCTS ? SUMS : FILTER_SUMS,
-                           call->operations);
+    if (call->op->work == WORK_PRODUCTS)
+        work = seconds_of_products(rates, call->operations);
+    else if (call->op->work == WORK_FILTERS)
+        work = weight->units * rate_on_cpu(rates, op, FILTER_SUMS, call->operations);
     else
         work = weight->units * rate_on_cpu(rates, op, OPERAND_BYTES, weight->working);
+    if (has_sums(call)) work *= sums_factor(call, rates, false);
     return fmax(work, memory);
 }
 
@@ -285,9 +306,10 @@ static double seconds_on_gpu(const Call *call, const Weight *weight, const doubl
 {
     const double *rate = rates + call->op->number * RATES_OF_OPERATOR;
     const double start = start_of(call, rates);
-    const double up =
-        copy_seconds(rates + RATE_UP_SMALL, weight->up - weight->table - weight->up_locked) +
-        weight->up_locked * rates[RATE_UP_LOCKED] + seconds_of_table(call, weight, rates, way);
+    double up = weight->up_locked * rates[RATE_UP_LOCKED];
+    up += seconds_of_table(call, weight, rates, way);
+    for (int i = 0; i <= GPUOPS_MAX_INPUTS; i++)
+        up += copy_seconds(rates + RATE_UP_SMALL, weight->copied[i]);
     const double down = copy_seconds(rates + RATE_DOWN_SMALL, weight->down - weight->down_locked) +
                         weight->down_locked * rates[RATE_UP_LOCKED];
     double work = weight->units * rate[RATE_GPU];
@@ -469,6 +491,20 @@ Status machine_check(WorkKind work, const double rates[RATES])
 
 /* The choice. */
 
+static bool is_close(const View *view)
+{
+    uintptr_t begin, end;
+    view_extent(view, &begin, &end);
+    return end - begin <= (uintptr_t)BRIEF_EXTENT;
+}
+
+static bool are_close(const Call *call)
+{
+    for (int i = 0; i < call->input_count; i++)
+        if (!is_close(&call->inputs[i])) return false;
+    return is_close(&call->out);
+}
+
 bool call_is_brief(const Call *call)
 {
     const double most = has_sums(call) ? BRIEF_SUMS : BRIEF_ROWS;
@@ -483,7 +519,8 @@ bool call_is_brief(const Call *call)
         const int after = call->axis_is_none ? out->ndim : call->axis + 1;
         bytes = call->operations * (double)out->item_bytes * view_count(out, after, out->ndim);
     }
-    return bytes <= BRIEF_BYTES;
+    if (bytes <= BRIEF_BYTES) return true;
+    return call->op->work == WORK_ELEMENTS && bytes <= (double)BRIEF_CLOSE_BYTES && are_close(call);
 }
 
 bool route_is_clear(const Call *call)

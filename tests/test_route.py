@@ -146,8 +146,8 @@ n = 1 << 21
 cpu, cuda = times("add", np.ones(n, "f4"), np.zeros(n, "f4"))
 near(cpu, 12e-9 * n)
 # Up to two parts nothing goes on at the same time; far above, the longest copy is most of it.
-down = 4 * n * 2e-11 * 2 ** (1 / 6)  # of 8 MiB, between those of 256 KiB and of 16 MiB
-near(cuda, 1e-5 + n * (2 * 4 * 2e-11 + 12e-12) + down)
+copy = 4 * n * 2e-11 * 2 ** (1 / 6)  # of 8 MiB, between those of 2 and of 16 MiB
+near(cuda, 1e-5 + 3 * copy + n * 12e-12)
 few = 1 << 14
 cpu, cuda = times("sigmoid", np.ones(few, "f4"))
 near(cpu, 8e-9 * few)
@@ -215,6 +215,10 @@ near(rate_of_sums(4, 1 << 16, 1), 1e-10)  # whatever memory that takes
 near(rate_of_sums(128, 128, 128), 2e-10)
 near(rate_of_sums(256, 256, 256), 4e-10)
 near(rate_of_sums(1024, 512, 1024), 1e-9)
+# Beyond the threads there are, sums come at a rate of their own.
+large, far, sums = 256**3, 1024 * 512 * 1024, 512**3
+seconds = 4e-10 * large + (1e-9 * far - 4e-10 * large) * (sums - large) / (far - large)
+near(rate_of_sums(512, 512, 512), seconds / sums)
 def rate_of_filter(height, width, side):
     image, weights = np.empty((height, width), "f4"), np.ones((side, side), "f4")
     found = candidates("correlate", image, weights)["cpu"].seconds
@@ -255,7 +259,7 @@ def rate_down(nbytes):
     return (found.seconds - 1e-5) / nbytes - rate_up(nbytes)
 beyond = lambda mib: (16 * 4e-11 + (mib - 16) * 2e-11) / mib
 for nbytes, up in [(64 << 10, 9e-11), (256 << 10, 9e-11), (2 << 20, 8e-11), (16 << 20, 4e-11),
-                   (512 << 10, 9e-11 * (8 / 9) ** (1 / 3)), (4 << 20, 8e-11 * (1 / 2) ** (1 / 3)),
+                   ((2 << 20) - 4, 9e-11), (4 << 20, 8e-11 * (1 / 2) ** (1 / 3)),
                    (17 << 20, beyond(17)), (48 << 20, beyond(48)), (1 << 30, beyond(1024))]:
     assert abs(rate_up(nbytes) / up - 1) < 1e-2, (nbytes, rate_up(nbytes))
     assert abs(rate_down(nbytes) / (2 * up) - 1) < 1e-2, (nbytes, rate_down(nbytes))
@@ -298,7 +302,7 @@ keep(up_locked=1e-11)
 x, i = gpuops.pinned_empty(8 << 20, "f4"), np.zeros(100, "i8")
 found = candidates("scatter", x, i, np.float32(1))["cuda"].seconds
 locked = found - candidates("scatter", np.empty(8 << 20, "f4"), i, np.float32(1))["cuda"].seconds
-near(locked, 2 * x.nbytes * (1e-11 - 2e-11) + 800 * 2e-11)  # indices are few then
+near(locked, 2 * x.nbytes * (1e-11 - 2e-11))
 """)
 
 
