@@ -4,6 +4,7 @@ With mode= or axis= a call goes that path, so that the two can be told apart.
 """
 
 import importlib
+import mmap
 import sys
 import threading
 import time
@@ -380,15 +381,21 @@ def test_indices_that_another_thread_changes(brief):
     run_threads([change, use])
 
 
-def test_others_run_while_many_are_taken(brief):
+@pytest.mark.parametrize("way", ["many", "far apart"])
+def test_others_run_meanwhile(brief, way):
     """Without being in need of it: nobody is made to let go, however long they wait."""
     table = np.arange(1 << 22)
     indices = positions(TAKEN, len(table))
+    apart = table[:: mmap.PAGESIZE // table.itemsize][:1024]
+    calls = {
+        "many": lambda: brief.gather(table, indices),
+        "far apart": lambda: brief.multiply(apart, apart),
+    }
     before = sys.getswitchinterval()
     came = threading.Event()
 
     def other():
-        time.sleep(0.05)  # which is when the taking has begun
+        time.sleep(0.05)  # which is when the calls have begun
         came.set()
 
     thread = threading.Thread(target=other)
@@ -397,7 +404,7 @@ def test_others_run_while_many_are_taken(brief):
         thread.start()
         deadline = time.perf_counter() + 20
         while not came.is_set() and time.perf_counter() < deadline:
-            brief.gather(table, indices)
+            calls[way]()
         assert came.is_set()
     finally:
         sys.setswitchinterval(before)
