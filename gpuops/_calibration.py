@@ -115,25 +115,30 @@ def _state(thread: str) -> bytes:
 
 
 class _Spent(NamedTuple):
-    """What the threads of this process have spent since they began, in nanoseconds."""
+    """What a thread has spent since it began, in nanoseconds."""
 
     running: int
     waiting: int  # for a processor that another thread has
 
 
-def _spent() -> _Spent:
-    """Ask the scheduler; what it does not tell is taken to be nothing."""
-    running = waiting = 0
+def _spent() -> dict[str, _Spent]:
+    """Ask the scheduler for each thread of this process; some tell nothing, and some are over."""
+    found = {}
     for thread in _threads():
         with contextlib.suppress(OSError, ValueError):
-            ran, waited, _ = _read(thread, "schedstat").split()
-            running, waiting = running + int(ran), waiting + int(waited)
-    return _Spent(running, waiting)
+            running, waiting, _ = map(int, _read(thread, "schedstat").split())
+            found[thread] = _Spent(running, waiting)
+    return found
 
 
-def _part_waited(before: _Spent, after: _Spent) -> float:
-    running, waiting = (late - early for early, late in zip(before, after, strict=True))
-    return max(waiting, 0) / max(running + waiting, 1)
+def _part_waited(before: dict[str, _Spent], after: dict[str, _Spent]) -> float:
+    """Return the part of their time that threads which are still there have waited."""
+    running = waiting = 0
+    for thread, late in after.items():
+        early = before.get(thread, _Spent(0, 0))
+        running += late.running - early.running
+        waiting += late.waiting - early.waiting
+    return waiting / max(running + waiting, 1)
 
 
 def _load(key: str) -> bytes | None:

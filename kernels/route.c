@@ -32,8 +32,9 @@ static const double CLEAR_BYTES = 32 << 10, CLEAR_ROWS = 2048, CLEAR_SUMS = 32 <
 /* What takes a microsecond or so. */
 static const double BRIEF_BYTES = 4 << 10, BRIEF_ROWS = MOST_FEW, BRIEF_SUMS = 4 << 10;
 
-/* Of operators on elements, what does, where no operand takes more than a few page faults. */
-static const int64_t BRIEF_CLOSE_BYTES = 16 << 10, BRIEF_EXTENT = 32 << 10;
+/* Of operators on elements, what takes some microseconds, and few page faults for an operand. */
+static const double BRIEF_ITEMS = 4 << 10, BRIEF_CLOSE_BYTES = 16 << 10;
+static const int64_t BRIEF_EXTENT = 32 << 10;
 
 /* The calls that were measured, by what their rates go by. What was measured as far elements is
  * what no cache holds anything of, and some hold the most of some 100 MiB. */
@@ -498,11 +499,12 @@ static bool is_close(const View *view)
     return end - begin <= (uintptr_t)BRIEF_EXTENT;
 }
 
+/* A result that is yet to be made has no gaps. */
 static bool are_close(const Call *call)
 {
     for (int i = 0; i < call->input_count; i++)
         if (!is_close(&call->inputs[i])) return false;
-    return is_close(&call->out);
+    return call->given == NULL || is_close(call->given);
 }
 
 bool call_is_brief(const Call *call)
@@ -514,13 +516,15 @@ bool call_is_brief(const Call *call)
         if (view_count(indices, 0, indices->ndim) > BRIEF_ROWS) return false;
     }
     const View *out = &call->out;
-    double bytes = (double)out->item_bytes * view_count(out, 0, out->ndim);
+    const double items = view_count(out, 0, out->ndim);
+    double bytes = (double)out->item_bytes * items;
     if (call->in_place) { /* rows, of which there may be fewer than x has */
         const int after = call->axis_is_none ? out->ndim : call->axis + 1;
         bytes = call->operations * (double)out->item_bytes * view_count(out, after, out->ndim);
     }
     if (bytes <= BRIEF_BYTES) return true;
-    return call->op->work == WORK_ELEMENTS && bytes <= (double)BRIEF_CLOSE_BYTES && are_close(call);
+    return call->op->work == WORK_ELEMENTS && items <= BRIEF_ITEMS && bytes <= BRIEF_CLOSE_BYTES &&
+           are_close(call);
 }
 
 bool route_is_clear(const Call *call)

@@ -274,8 +274,8 @@ constexpr RingBytes BUFFER_BYTES = 4 << 20;
 constexpr RingBytes SLICE_BYTES = 128 << 10;
 constexpr int MOST_WORKERS = 15; /* as many as both ways of the bus, or fresh memory, keep busy */
 /* Where the bus is all that is waited for, seven threads keep it busy. On the host of an H200 with
- * 16 processors 1 GiB comes down in 20 ms by 7 to 14 threads, and in 20.5 to 21 by 16. Copies of
- * 16 MiB are over the soonest by these. */
+ * 16 processors 1 GiB comes down in 20 ms by 7 to 14 threads, and in 20.5 to 21 by 16; copies of
+ * 16 MiB are over the soonest with 12 workers. */
 constexpr int MOST_WORKERS_OF_BUS = 12;
 constexpr int64_t PATIENCE_MICROSECONDS = 1000; /* of who keeps workers from others */
 /* Below this, the driver's own way is faster than waking the workers. */

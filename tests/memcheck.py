@@ -79,6 +79,17 @@ def results():
                 for weights in (np.ones((3, 3)), np.arange(20.0).reshape(4, 5)):
                     yield gpuops.correlate(numbers(dtype, 61, 67), weights, mode=mode)
                     yield gpuops.convolve(numbers(dtype, 61, 67), weights, mode=mode)
+    with gpuops.device("auto"):  # which looks at calls before there is a result
+        for side in (3, 20, 40, 60, 100):
+            x, indices = numbers("f4", side, side), numbers("i8", side)
+            yield gpuops.add(x, x)
+            yield gpuops.sigmoid(x[::-1], out=np.empty_like(x))
+            yield gpuops.saxpy(2, x.T, x)
+            yield gpuops.gather(x, indices[:3], axis=1)
+            yield gpuops.gather(x.ravel(), indices)
+            gpuops.scatter(x, indices[:3], 0)
+            yield gpuops.matmul(x, x)
+            yield gpuops.correlate(x, x[:3, :3])
 
 
 def make_calls():

@@ -62,7 +62,7 @@ from pathlib import Path
 
 cache = importlib.import_module(gpuops.__name__ + "._cache")
 calibration = importlib.import_module(gpuops.__name__ + "._calibration")
-calibration._MOST_WAITING = 1  # for processors, which other tests may have
+calibration._MOST_WAITING = 2  # for processors, which other tests may have: it is a part
 cudart = Path(gpuops.__path__[0]).parent / "cudart"
 fake = Fake(cudart) if cudart.is_dir() else None
 launches = lambda: fake.calls("cudaLaunchKernel")
@@ -215,7 +215,7 @@ near(rate_of_sums(4, 1 << 16, 1), 1e-10)  # whatever memory that takes
 near(rate_of_sums(128, 128, 128), 2e-10)
 near(rate_of_sums(256, 256, 256), 4e-10)
 near(rate_of_sums(1024, 512, 1024), 1e-9)
-# Beyond the threads there are, sums come at a rate of their own.
+# Once all threads are at work, further sums come at a rate of their own.
 large, far, sums = 256**3, 1024 * 512 * 1024, 512**3
 seconds = 4e-10 * large + (1e-9 * far - 4e-10 * large) * (sums - large) / (far - large)
 near(rate_of_sums(512, 512, 512), seconds / sums)
@@ -836,31 +836,35 @@ assert kept() == rates
 
 
 def test_what_is_measured_beside_other_processes_is_not_kept(child):
-    """Of two threads, beside one that is over before it is looked at."""
+    """Of two threads, beside one that ends meanwhile, and one that is over when it is looked at."""
     child(f"""
 calibration._MOST_WAITING = {_calibration._MOST_WAITING}
 calibration._core._measure_rates = lambda ordinal, work: write(*spent) or dict(rates)
 calibration.come_to_rest = lambda: True
 calibration._TASKS = Path(os.environ["GPUOPS_CACHE_DIR"]).with_name("task")
 def write(*spent):
+    (calibration._TASKS / "2/schedstat").unlink(missing_ok=True)
     for thread, (running, waiting) in enumerate(spent):
         folder = calibration._TASKS / str(thread)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "schedstat").write_text(f"{{running}} {{waiting}} 12\\n")
 
 for spent, is_kept in (
-    ([(7, 1), (16, 3)], False),
-    ([(16, 2), (17, 3)], False),
-    ([(20, 2), (21, 3)], True),
+    ([(601, 100), (709, 102)], False),
+    ([(610, 101), (710, 102)], False),
+    ([(614, 101), (714, 102)], True),
 ):
-    write((6, 1), (7, 1))
+    write((600, 100), (700, 100), (1000, 1000))
     (calibration._TASKS / "77").mkdir(exist_ok=True)
     calibration.calibrate(0, "elements")
     assert (kept() is not None) == is_kept, spent
 """)
 
 
-@pytest.mark.skipif(_calibration._spent().running == 0, reason="the scheduler tells nothing")
+@pytest.mark.skipif(
+    not any(thread.running for thread in _calibration._spent().values()),
+    reason="the scheduler tells nothing",
+)
 def test_waiting_for_a_processor_is_seen(cpu_device):
     """One that three other processes want, too. What does not tell of it tells of no waiting."""
     source = """
@@ -880,10 +884,11 @@ finally:
         other.kill()
         other.wait()
 part = _calibration._part_waited(before, after)
-assert 0.3 < part < 1, part
+assert 0.5 < part < 1, part
 for tasks in ("nowhere", "/proc/self/fd", "/proc/self"):
     _calibration._TASKS = tasks
-    assert _calibration._spent() == (0, 0)
+    assert _calibration._spent() == {}
+assert _calibration._part_waited({}, {}) == 0
 """
     assert run_child(cpu_device.gpuops, source) == ""
 
