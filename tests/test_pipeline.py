@@ -697,7 +697,7 @@ def kernel_makes_ready():
     return ctypes.CDLL(None).madvise(place, size, populate_write) == 0
 
 
-@pytest.mark.parametrize("there", [0, 1, 20 << 20])
+@pytest.mark.parametrize("there", [0, 1, 12 << 20])
 def test_all_of_the_result_is_made_ready(fake_device, there):
     """By the workers, before there is anything to be written to it, and though some is there."""
     if not kernel_makes_ready():
@@ -718,7 +718,7 @@ def gets_there():
 mincore = ctypes.CDLL(None).mincore
 fake.set_ring_divisor(1)
 fake.set_part_bytes(3 << 20)
-x = numbers((41 << 20) + 4097)  # of many huge pages
+x = numbers((27 << 20) + 4097)  # of many huge pages
 out = np.frombuffer(mmap.mmap(-1, len(x)), np.uint8)
 first = -out.ctypes.data % HUGE_PAGE_BYTES
 out[first : first + THERE] = 1
