@@ -26,14 +26,17 @@ NOT_READY = 600
 RING_BUFFERS = constant("transfer.cu", "RING_BUFFERS")
 BUFFER_BYTES = constant("transfer.cu", "BUFFER_BYTES")
 SLICE_BYTES = constant("transfer.cu", "SLICE_BYTES")
+PIECE_BYTES = constant("transfer.cu", "PIECE_BYTES")
 LEAST_RING_BYTES = constant("transfer.cu", "LEAST_RING_BYTES")
 LEAST_CHUNKS = constant("transfer.cu", "LEAST_CHUNKS")
 RING_BYTES = RING_BUFFERS * BUFFER_BYTES
 
-# Where one more byte makes one more slice, or chunk, or round through the ring.
+# Where one more byte makes one more piece, or slice, or chunk, or round through the ring.
 BOUNDARIES = sorted(
     {LEAST_RING_BYTES, LEAST_CHUNKS * SLICE_BYTES, BUFFER_BYTES, RING_BYTES}
     | {RING_BYTES + BUFFER_BYTES, RING_BYTES + SLICE_BYTES, 3 * SLICE_BYTES}
+    | {BUFFER_BYTES + more for more in (PIECE_BYTES, SLICE_BYTES - PIECE_BYTES)}
+    | {LEAST_RING_BYTES + PIECE_BYTES, RING_BYTES + SLICE_BYTES + PIECE_BYTES}
 )
 SIZES = [size + more for size in BOUNDARIES for more in (-1, 0, 1)]
 LEAST = max(BUFFER_BYTES, LEAST_RING_BYTES)  # of at least one buffer
