@@ -521,6 +521,7 @@ struct Transfer {
     int ordinal; /* of the device */
     Ring *ring;
     int64_t chunk_bytes, chunks;
+    int64_t piece_bytes; /* of slices that go up */
     void (*copy_slice)(const Transfer &, int64_t);
 
     int64_t sent;   /* chunks that the copy engine has or had */
@@ -600,16 +601,18 @@ static void unpack_slice(const Transfer &transfer, int64_t slice)
     box_copy_bytes<false>(transfer.box, transfer.begin + begin, transfer.begin + end, packed);
 }
 
-/* Of as many pieces as the chunk has slices, one is this one's. */
+/* Of as many pieces as the chunk has slices, one is this one's. Where pieces are as long as slices,
+ * that is a stretch. */
 template <class Fill>
 static void fill_slice(const Transfer &transfer, int64_t slice, Fill fill)
 {
     const int64_t chunk = chunk_of_slice(transfer, slice);
     const int64_t first = chunk * transfer.chunk_bytes, bytes = bytes_of_chunk(transfer, chunk);
-    const int64_t step = slices_of_chunk(transfer, chunk) * PIECE_BYTES;
+    const int64_t piece = transfer.piece_bytes;
+    const int64_t step = slices_of_chunk(transfer, chunk) * piece;
     char *place = place_in_ring(transfer, chunk);
-    for (int64_t at = (slice - first / SLICE_BYTES) * PIECE_BYTES; at < bytes; at += step)
-        fill(first + at, first + smaller(at + PIECE_BYTES, bytes), place + at);
+    for (int64_t at = (slice - first / SLICE_BYTES) * piece; at < bytes; at += step)
+        fill(first + at, first + smaller(at + piece, bytes), place + at);
 }
 
 static void pack_slice(const Transfer &transfer, int64_t slice)
@@ -902,12 +905,24 @@ static Status run_until(bool (*has_come)(const Transfer &), Transfer *transfer)
     }
 }
 
+/* Short items that lie apart have others in the same lines, next to them along another dimension:
+ * one worker reads those lines once for all of them. */
+static bool shares_lines(const Box &box)
+{
+    constexpr int64_t LINE_BYTES = 64;
+    if (box.ndim < 2 || box.item_bytes >= LINE_BYTES) return false;
+    const int64_t stride = box.strides[box.ndim - 1];
+    return stride > LINE_BYTES || stride < -LINE_BYTES;
+}
+
 static void begin_transfer(Transfer *transfer)
 {
     const int64_t bytes = transfer->bytes;
     transfer->copy_slice = transfer->make != NULL ? make_slice
                            : transfer->up         ? pack_slice
                                                   : unpack_slice;
+    transfer->piece_bytes =
+        transfer->make == NULL && shares_lines(transfer->box) ? SLICE_BYTES : PIECE_BYTES;
     const int64_t slices = (bytes + LEAST_CHUNKS * SLICE_BYTES - 1) / (LEAST_CHUNKS * SLICE_BYTES);
     transfer->chunk_bytes = smaller(slices * SLICE_BYTES, BUFFER_BYTES);
     transfer->chunks = (bytes + transfer->chunk_bytes - 1) / transfer->chunk_bytes;

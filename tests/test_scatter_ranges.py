@@ -160,7 +160,7 @@ CHECKS = {name: check for name, check in globals().items() if name.startswith("c
 del CHECKS["check_call"]
 
 
-@pytest.mark.parametrize("threads", [1, 2, 4, 8])
+@pytest.mark.parametrize("threads", [1, 4, 8])
 @pytest.mark.parametrize("check", CHECKS)
 def test_ranges(cpu_device, check, threads):
     source = f"import gpuops, test_scatter_ranges\ntest_scatter_ranges.{check}(gpuops)"
