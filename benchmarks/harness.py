@@ -471,9 +471,36 @@ def measure_limits(run: Run) -> None:
     run.limits[f"fresh host memory, {threads} threads"] = _fresh_rate(len(source), threads)
     if (gpu := peers.gpu()) is not None:
         run.limits |= gpu.copy_rates(mebibytes << 20)
-    run.say("limits of this machine (GB/s, bytes read and written; pinned copies: bytes moved)")
+    run.say("limits of this machine (GB/s, bytes read and written; of pinned memory: bytes moved)")
+    if gpu is not None:
+        try:
+            run.limits[READING] = _reading_rate(gpu, mebibytes << 20)
+        except RuntimeError as error:  # there is no NVRTC
+            run.say(f"  {READING:34} left out: {type(error).__name__}: {error}")
     for name, rate in run.limits.items():
         run.say(f"  {name:34} {rate:9.2f} GB/s")
+
+
+READING = "pinned memory read by a kernel"
+READER = """
+__global__ void read(const float* pinned, float* there, long long count)
+{
+    const long long step = gridDim.x * (long long)blockDim.x;
+    for (long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x; i < count; i += step)
+        ((uint4*)there)[i] = ((const uint4*)pinned)[i];
+}
+"""
+
+
+def _reading_rate(gpu: Any, size: int) -> float:
+    """Let a kernel copy page-locked memory in its order: rows from all over it come no faster."""
+    pinned = gpuops.pinned_empty(size // 4, numpy.float32)
+    pinned.fill(1)
+    there = gpuops.empty(size // 4, numpy.float32)
+    read = gpuops.compile(READER)["read"][1024, 256]
+    call = functools.partial(read, pinned, there, size // 16)
+    call()
+    return 1e-9 * size / statistics.median(gpu.elapsed(call)[0] for _ in range(9))
 
 
 def _copy_rate(source: numpy.ndarray, target: numpy.ndarray, threads: int) -> float:
