@@ -915,14 +915,24 @@ static bool shares_lines(const Box &box)
     return stride > LINE_BYTES || stride < -LINE_BYTES;
 }
 
+static int64_t piece_of(const Transfer &transfer)
+{
+    /* These make rows no faster than the engine reads stretches of them, and stretches sooner: of
+     * those, more rows are asked for ahead. */
+    constexpr int FEW_THREADS = 4;
+    if (transfer.make == NULL) return shares_lines(transfer.box) ? SLICE_BYTES : PIECE_BYTES;
+    int threads;
+    const bool few = cpu_threads(&threads) == STATUS_OK && threads <= FEW_THREADS;
+    return few ? SLICE_BYTES : PIECE_BYTES;
+}
+
 static void begin_transfer(Transfer *transfer)
 {
     const int64_t bytes = transfer->bytes;
     transfer->copy_slice = transfer->make != NULL ? make_slice
                            : transfer->up         ? pack_slice
                                                   : unpack_slice;
-    transfer->piece_bytes =
-        transfer->make == NULL && shares_lines(transfer->box) ? SLICE_BYTES : PIECE_BYTES;
+    transfer->piece_bytes = piece_of(*transfer);
     const int64_t slices = (bytes + LEAST_CHUNKS * SLICE_BYTES - 1) / (LEAST_CHUNKS * SLICE_BYTES);
     transfer->chunk_bytes = smaller(slices * SLICE_BYTES, BUFFER_BYTES);
     transfer->chunks = (bytes + transfer->chunk_bytes - 1) / transfer->chunk_bytes;

@@ -219,6 +219,29 @@ def test_rows_that_go_through_the_ring(fake, rows):
         same(out.to_host(), x[indices])
 
 
+@pytest.mark.parametrize("threads", [1, 4, 5, 12])
+def test_rows_that_any_number_of_threads_make(fake, threads):
+    """A few make stretches of the result, and more of them pieces of these."""
+    source = """
+from pathlib import Path
+import gpuops
+from faults.fake import Fake
+from helpers import same
+from test_host_tables import positions, table_of
+
+fake = Fake(Path(gpuops.__path__[0]).with_name("cudart"))
+for rows, row_bytes in ((40_001, 64), (7003, 300), (511, 8195), (70, 60_001)):
+    x = table_of(row_bytes, nbytes=32 * rows * row_bytes)
+    indices = positions(rows, len(x))
+    out = gpuops.empty((rows, row_bytes), "u1", device=0)
+    launches = fake.calls("cudaLaunchKernel")
+    gpuops.gather(x, indices, out=out)
+    assert fake.calls("cudaLaunchKernel") == launches
+    same(out.to_host(), x[indices])
+"""
+    run_child(fake.gpuops, source, GPUOPS_NUM_THREADS=str(threads))
+
+
 # Which way.
 
 
