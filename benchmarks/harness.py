@@ -475,7 +475,7 @@ def measure_limits(run: Run) -> None:
     if gpu is not None:
         try:
             run.limits[READING] = _reading_rate(gpu, mebibytes << 20)
-        except RuntimeError as error:  # there is no NVRTC
+        except gpuops.CompileError as error:  # there is no NVRTC
             run.say(f"  {READING:34} left out: {type(error).__name__}: {error}")
     for name, rate in run.limits.items():
         run.say(f"  {name:34} {rate:9.2f} GB/s")
@@ -494,10 +494,10 @@ __global__ void read(const float* pinned, float* there, long long count)
 
 def _reading_rate(gpu: Any, size: int) -> float:
     """Let a kernel copy page-locked memory in its order: rows from all over it come no faster."""
+    read = gpuops.compile(READER)["read"][1024, 256]
     pinned = gpuops.pinned_empty(size // 4, numpy.float32)
     pinned.fill(1)
     there = gpuops.empty(size // 4, numpy.float32)
-    read = gpuops.compile(READER)["read"][1024, 256]
     call = functools.partial(read, pinned, there, size // 16)
     call()
     return 1e-9 * size / statistics.median(gpu.elapsed(call)[0] for _ in range(9))

@@ -248,10 +248,11 @@ static Status copy_stretch(char *host, char *device, int64_t bytes, void *stream
  * What goes up is written to the buffers by way of the caches, as far as these hold them, and the
  * copy engine reads it from there: the memory has no more to do than to be read. But of what one
  * processor has in a cache of its own, the engine reads some 20 GB/s only on the host of an
- * H200, and it reads a buffer from its begin to its end. So a slice is no stretch of its chunk but
- * pieces from all over it, and neighbours lie in several caches: 16 MiB go up in 0.50 ms and not in
- * 0.93, 64 MiB in 1.50 and not in 1.82. What comes down goes around the caches, which are to keep
- * the buffers; the engine writes to the one that all processors share, and stretches do as well.
+ * H200, and it reads a buffer from its begin to its end. So a slice is mostly no stretch of its
+ * chunk but pieces from all over it, and neighbours lie in several caches: 16 MiB go up in 0.50 ms
+ * and not in 0.93, 64 MiB in 1.50 and not in 1.82. What comes down goes around the caches, which
+ * are to keep the buffers; the engine writes to the one that all processors share, and stretches do
+ * as well.
  *
  * A ring is lent to one copy at a time. The last chunks of a copy up may still be on their way when
  * the ring is given back; whoever has it next waits for its events, buffer by buffer. */
@@ -905,25 +906,32 @@ static Status run_until(bool (*has_come)(const Transfer &), Transfer *transfer)
     }
 }
 
-/* Short items that lie apart have others in the same lines, next to them along another dimension:
- * one worker reads those lines once for all of them. */
+static bool is_within_line(int64_t stride)
+{
+    return stride < CACHE_LINE_BYTES && stride > -CACHE_LINE_BYTES;
+}
+
+/* Whether short items that lie apart have others in the same lines, next to them along another
+ * dimension: one worker is to read those lines once for all of them. */
 static bool shares_lines(const Box &box)
 {
-    constexpr int64_t LINE_BYTES = 64;
-    if (box.ndim < 2 || box.item_bytes >= LINE_BYTES) return false;
-    const int64_t stride = box.strides[box.ndim - 1];
-    return stride > LINE_BYTES || stride < -LINE_BYTES;
+    const int inner = box.ndim - 1;
+    if (inner < 1 || box.item_bytes >= CACHE_LINE_BYTES || is_within_line(box.strides[inner]))
+        return false;
+    for (int i = 0; i < inner; i++)
+        if (is_within_line(box.strides[i])) return true;
+    return false;
 }
 
 static int64_t piece_of(const Transfer &transfer)
 {
+    if (transfer.make == NULL) return shares_lines(transfer.box) ? SLICE_BYTES : PIECE_BYTES;
     /* These make rows no faster than the engine reads stretches of them, and stretches sooner: of
      * those, more rows are asked for ahead. */
-    constexpr int FEW_THREADS = 4;
-    if (transfer.make == NULL) return shares_lines(transfer.box) ? SLICE_BYTES : PIECE_BYTES;
+    constexpr int FEW_THREADS = 2;
     int threads;
-    const bool few = cpu_threads(&threads) == STATUS_OK && threads <= FEW_THREADS;
-    return few ? SLICE_BYTES : PIECE_BYTES;
+    if (cpu_threads(&threads) != STATUS_OK) threads = 1;
+    return threads <= FEW_THREADS ? SLICE_BYTES : PIECE_BYTES;
 }
 
 static void begin_transfer(Transfer *transfer)

@@ -219,9 +219,9 @@ def test_rows_that_go_through_the_ring(fake, rows):
         same(out.to_host(), x[indices])
 
 
-@pytest.mark.parametrize("threads", [1, 4, 5, 12])
+@pytest.mark.parametrize("threads", [1, 2, 3, 12])
 def test_rows_that_any_number_of_threads_make(fake, threads):
-    """A few make stretches of the result, and more of them pieces of these."""
+    """Two make stretches of the result, and more of them pieces from all over it."""
     source = """
 from pathlib import Path
 import gpuops

@@ -533,7 +533,7 @@ def in_child(device, source, **environment):
     return run_child(device.gpuops, IN_CHILD + source, **environment)
 
 
-@pytest.mark.parametrize("code", FATAL[::7])  # tests/faults/sweep.py has all of them fail
+@pytest.mark.parametrize("code", FATAL)
 def test_a_wait_finds_the_gpu_lost(fake_device, code):
     source = f"""
 x = numbers(ABOVE)
