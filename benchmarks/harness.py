@@ -472,7 +472,7 @@ def measure_limits(run: Run) -> None:
     if (gpu := peers.gpu()) is not None:
         run.limits |= gpu.copy_rates(mebibytes << 20)
     run.say("limits of this machine (GB/s, bytes read and written; of pinned memory: bytes moved)")
-    if gpu is not None:
+    if gpu is not None and gpuops.is_available():
         try:
             run.limits[READING] = _reading_rate(gpu, mebibytes << 20)
         except gpuops.CompileError as error:  # there is no NVRTC

@@ -273,7 +273,7 @@ constexpr int RING_BUFFERS = 8;   /* some with the workers, the others with the 
 constexpr int OPENED_BUFFERS = 4; /* so that nobody is idle while the last slices are copied */
 static_assert(OPENED_BUFFERS < RING_BUFFERS, "the copy engine would have none");
 /* Long enough for the bus to take little note of the gaps. Alone, the copy engine of an H200 sends
- * 48 GB/s up by pieces of 1 MiB, 51 by those of 2 MiB, and 53 by these, of the 55 that the bus
+ * 48 GB/s up by copies of 1 MiB, 51 by those of 2 MiB, and 53 by these, of the 55 that the bus
  * carries. */
 constexpr RingBytes BUFFER_BYTES = 4 << 20;
 /* What a worker takes at a time: long against the taking, short against the wait for the last. */
@@ -522,7 +522,7 @@ struct Transfer {
     int ordinal; /* of the device */
     Ring *ring;
     int64_t chunk_bytes, chunks;
-    int64_t piece_bytes; /* of slices that go up */
+    int64_t piece_bytes; /* of slices */
     void (*copy_slice)(const Transfer &, int64_t);
 
     int64_t sent;   /* chunks that the copy engine has or had */
@@ -593,19 +593,10 @@ static int64_t chunk_of_slice(const Transfer &transfer, int64_t slice)
     return slice * SLICE_BYTES / transfer.chunk_bytes;
 }
 
-static void unpack_slice(const Transfer &transfer, int64_t slice)
-{
-    const int64_t begin = slice * SLICE_BYTES;
-    const int64_t end = smaller(begin + SLICE_BYTES, transfer.bytes);
-    char *packed =
-        place_in_ring(transfer, chunk_of_slice(transfer, slice)) + begin % transfer.chunk_bytes;
-    box_copy_bytes<false>(transfer.box, transfer.begin + begin, transfer.begin + end, packed);
-}
-
 /* Of as many pieces as the chunk has slices, one is this one's. Where pieces are as long as slices,
  * that is a stretch. */
-template <class Fill>
-static void fill_slice(const Transfer &transfer, int64_t slice, Fill fill)
+template <class Copy>
+static void for_pieces(const Transfer &transfer, int64_t slice, Copy copy)
 {
     const int64_t chunk = chunk_of_slice(transfer, slice);
     const int64_t first = chunk * transfer.chunk_bytes, bytes = bytes_of_chunk(transfer, chunk);
@@ -613,20 +604,21 @@ static void fill_slice(const Transfer &transfer, int64_t slice, Fill fill)
     const int64_t step = slices_of_chunk(transfer, chunk) * piece;
     char *place = place_in_ring(transfer, chunk);
     for (int64_t at = (slice - first / SLICE_BYTES) * piece; at < bytes; at += step)
-        fill(first + at, first + smaller(at + piece, bytes), place + at);
+        copy(first + at, first + smaller(at + piece, bytes), place + at);
 }
 
-static void pack_slice(const Transfer &transfer, int64_t slice)
+template <bool UP>
+static void copy_slice(const Transfer &transfer, int64_t slice)
 {
     const int64_t ahead = transfer.begin;
-    fill_slice(transfer, slice, [&](int64_t begin, int64_t end, char *place) {
-        box_copy_bytes<true>(transfer.box, ahead + begin, ahead + end, place);
+    for_pieces(transfer, slice, [&](int64_t begin, int64_t end, char *packed) {
+        box_copy_bytes<UP>(transfer.box, ahead + begin, ahead + end, packed);
     });
 }
 
 static void make_slice(const Transfer &transfer, int64_t slice)
 {
-    fill_slice(transfer, slice, [&](int64_t begin, int64_t end, char *place) {
+    for_pieces(transfer, slice, [&](int64_t begin, int64_t end, char *place) {
         transfer.make(transfer.context, begin, end, place);
     });
 }
@@ -925,9 +917,10 @@ static bool shares_lines(const Box &box)
 
 static int64_t piece_of(const Transfer &transfer)
 {
+    if (!transfer.up) return SLICE_BYTES;
     if (transfer.make == NULL) return shares_lines(transfer.box) ? SLICE_BYTES : PIECE_BYTES;
-    /* These make rows no faster than the engine reads stretches of them, and stretches sooner: of
-     * those, more rows are asked for ahead. */
+    /* These make rows hardly faster than the engine reads stretches of them, and stretches sooner:
+     * of those, more rows are asked for ahead. */
     constexpr int FEW_THREADS = 2;
     int threads;
     if (cpu_threads(&threads) != STATUS_OK) threads = 1;
@@ -938,8 +931,8 @@ static void begin_transfer(Transfer *transfer)
 {
     const int64_t bytes = transfer->bytes;
     transfer->copy_slice = transfer->make != NULL ? make_slice
-                           : transfer->up         ? pack_slice
-                                                  : unpack_slice;
+                           : transfer->up         ? copy_slice<true>
+                                                  : copy_slice<false>;
     transfer->piece_bytes = piece_of(*transfer);
     const int64_t slices = (bytes + LEAST_CHUNKS * SLICE_BYTES - 1) / (LEAST_CHUNKS * SLICE_BYTES);
     transfer->chunk_bytes = smaller(slices * SLICE_BYTES, BUFFER_BYTES);
