@@ -237,6 +237,9 @@ Status copy_on_device(const View *target, const View *source, Stream *stream)
 
 /* Views. */
 
+/* Below this, an allocation and a kernel take longer than the CPU's way. */
+constexpr int64_t LEAST_TURNED_BYTES = 64 << 10;
+
 static int64_t view_bytes(const View *view)
 {
     return view_items(view) * view->item_bytes;
@@ -286,6 +289,37 @@ static Status upload(const View *target, const View *source, Stream *stream)
     });
 }
 
+static bool lies_across(const View *view)
+{
+    return view_bytes(view) >= LEAST_TURNED_BYTES && box_lies_across(box_of(view));
+}
+
+/* With its axes in the order in which the one on the host lies. */
+static void turn_as(const View *host, const View *view, View *turned)
+{
+    int axes[GPUOPS_MAX_DIMS];
+    const int count = view_axes(host, axes);
+    view_copy(turned, view);
+    view_turn(turned, view->ndim, axes, count);
+}
+
+/* What lies across goes up as it lies, and is put in order there: the CPU would read each line of
+ * the cache many times, and does where there is no memory for that on the device. */
+static Status bring(const View *target, const View *source, Stream *stream)
+{
+    if (!lies_across(source)) return upload(target, source, stream);
+    View lying, placed, there;
+    turn_as(source, source, &lying);
+    turn_as(source, target, &placed);
+    Status status = new_view(&lying, stream, &there);
+    if (status == STATUS_MEMORY_ERROR) return upload(target, source, stream);
+    if (status != STATUS_OK) return status;
+    status = upload(&there, &lying, stream);
+    if (status == STATUS_OK) status = copy_on_device(&placed, &there, stream);
+    memory_release(there.memory);
+    return status;
+}
+
 static Status copy_between_devices(const View *target, const View *source, Stream *stream);
 
 Status pack_on_device(const View *source, Stream *stream, View *packed)
@@ -297,7 +331,7 @@ Status pack_on_device(const View *source, Stream *stream, View *packed)
     if (view_bytes(source) == 0)
         ;
     else if (source->device == DEVICE_CPU)
-        status = upload(packed, source, stream);
+        status = bring(packed, source, stream);
     else if (source->device == stream->device)
         status = copy_on_device(packed, source, stream);
     else
@@ -342,7 +376,7 @@ static Status copy_between_devices(const View *target, const View *source, Strea
 static Status to_device(const View *target, const View *source, Stream *stream)
 {
     if (view_is_packed(target))
-        return source->device == DEVICE_CPU ? upload(target, source, stream)
+        return source->device == DEVICE_CPU ? bring(target, source, stream)
                                             : copy_between_devices(target, source, stream);
     View packed;
     Status status = pack_on_device(source, stream, &packed);
@@ -383,7 +417,7 @@ static Status to_host_by_driver(const View *target, void *packed, Stream *stream
     });
 }
 
-static Status to_host(const View *target, const View *source, Stream *stream, Watch *watch)
+static Status to_host_as_it_is(const View *target, const View *source, Stream *stream, Watch *watch)
 {
     View packed;
     view_copy(&packed, source);
@@ -408,6 +442,19 @@ static Status to_host(const View *target, const View *source, Stream *stream, Wa
     if (status == STATUS_OK && source->stream != stream)
         status = slot_check(source->stream, source->stream->slot, true);
     return status;
+}
+
+/* What is to lie across is put in that order on the device, if there is memory for it. */
+static Status to_host(const View *target, const View *source, Stream *stream, Watch *watch)
+{
+    if (lies_across(target)) {
+        View lying, there;
+        turn_as(target, target, &lying);
+        turn_as(target, source, &there);
+        const Status status = to_host_as_it_is(&lying, &there, stream, watch);
+        if (status != STATUS_MEMORY_ERROR || runtime_is_forked()) return status;
+    }
+    return to_host_as_it_is(target, source, stream, watch);
 }
 
 static Status copy_in_order(const View *target, const View *source, Stream *stream, Watch *watch)

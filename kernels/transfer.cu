@@ -61,6 +61,21 @@ static Box box_merged(const Box &box)
     return merged;
 }
 
+static bool is_within_line(int64_t stride)
+{
+    return stride < CACHE_LINE_BYTES && stride > -CACHE_LINE_BYTES;
+}
+
+bool box_lies_across(const Box &box)
+{
+    const int inner = box.ndim - 1;
+    if (inner < 1 || box.item_bytes >= CACHE_LINE_BYTES || is_within_line(box.strides[inner]))
+        return false;
+    for (int i = 0; i < inner; i++)
+        if (is_within_line(box.strides[i])) return true;
+    return false;
+}
+
 template <int WIDTH>
 static void copy_items_of(char *target, int64_t target_stride, const char *source,
                           int64_t source_stride, int64_t count)
@@ -898,27 +913,11 @@ static Status run_until(bool (*has_come)(const Transfer &), Transfer *transfer)
     }
 }
 
-static bool is_within_line(int64_t stride)
-{
-    return stride < CACHE_LINE_BYTES && stride > -CACHE_LINE_BYTES;
-}
-
-/* Whether short items that lie apart have others in the same lines, next to them along another
- * dimension: one worker is to read those lines once for all of them. */
-static bool shares_lines(const Box &box)
-{
-    const int inner = box.ndim - 1;
-    if (inner < 1 || box.item_bytes >= CACHE_LINE_BYTES || is_within_line(box.strides[inner]))
-        return false;
-    for (int i = 0; i < inner; i++)
-        if (is_within_line(box.strides[i])) return true;
-    return false;
-}
-
 static int64_t piece_of(const Transfer &transfer)
 {
     if (!transfer.up) return SLICE_BYTES;
-    if (transfer.make == NULL) return shares_lines(transfer.box) ? SLICE_BYTES : PIECE_BYTES;
+    /* One worker is to read each line once. */
+    if (transfer.make == NULL) return box_lies_across(transfer.box) ? SLICE_BYTES : PIECE_BYTES;
     /* These make rows hardly faster than the engine reads stretches of them, and stretches sooner:
      * of those, more rows are asked for ahead. */
     constexpr int FEW_THREADS = 2;

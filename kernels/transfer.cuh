@@ -16,6 +16,9 @@ struct Box {
 int64_t box_items(const Box &box);
 void box_append(Box *box, int64_t count, int64_t stride);
 Box box_of(const View *view);
+/* Whether items that follow one another lie in different lines of the cache, which they share with
+ * such as come later. */
+bool box_lies_across(const Box &box);
 
 void box_pack(const Box &box, char *packed);
 void box_unpack(const Box &box, char *packed);

@@ -274,3 +274,17 @@ def footprint(device):
 def gpuops(device):
     with device.gpuops.device(device.default):
         yield device.gpuops
+
+
+@pytest.fixture
+def limited(gpu):
+    """Sets a limit of so many bytes beyond those in use, and takes it away in the end."""
+    gpuops = gpu.gpuops
+
+    def limit(room):
+        gpuops.empty_cache()
+        return gpuops.memory_limit(gpuops.memory_info().used + room)
+
+    before = gpuops.memory_limit(None)
+    yield limit
+    gpuops.memory_limit(before)

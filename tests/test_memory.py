@@ -25,19 +25,6 @@ def two_devices(gpuops):
         pytest.skip("this machine has one GPU")
 
 
-@pytest.fixture
-def limited(gpuops):
-    """Sets a limit of so many bytes beyond those in use, and takes it away in the end."""
-
-    def limit(room):
-        gpuops.empty_cache()
-        return gpuops.memory_limit(gpuops.memory_info().used + room)
-
-    before = gpuops.memory_limit(None)
-    yield limit
-    gpuops.memory_limit(before)
-
-
 def test_memory_info(gpuops):
     info = gpuops.memory_info()
     assert type(info) is gpuops.MemoryInfo and isinstance(info, tuple)

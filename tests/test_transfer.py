@@ -142,6 +142,88 @@ def test_strided(gpuops, layout, dtype):
     assert base.tobytes() == expected.tobytes()
 
 
+LEAST_TURNED_BYTES = constant("copy.cu", "LEAST_TURNED_BYTES")
+ACROSS = {
+    "two axes": lambda x: x.T,
+    "three axes": lambda x: x.reshape(4, 128, -1).transpose(2, 0, 1),
+    "backward": lambda x: x[::-1, ::-1].T,
+    "with gaps": lambda x: x[:, 3:-5].T,
+    "one of two": lambda x: x.T[::2],
+    "with ones": lambda x: x.T[:, None, :, None],
+    "repeated": lambda x: np.broadcast_to(x.T, (2, *x.T.shape)),
+}
+
+
+def across(layout, dtype, more=0):
+    """An array, and its elements in another order: so many, and some, as axes are turned for."""
+    dtype = np.dtype(dtype)
+    columns = -(-LEAST_TURNED_BYTES // 512 // dtype.itemsize) * 2 + 8 + more
+    base = numbers(512 * columns * dtype.itemsize).view(dtype).reshape(512, columns)
+    return base, ACROSS[layout](base)
+
+
+def launches_in(gpu, call):
+    before = 0 if gpu.fake is None else gpu.fake.calls("cudaLaunchKernel")
+    result = call()
+    return result, 0 if gpu.fake is None else gpu.fake.calls("cudaLaunchKernel") - before
+
+
+@pytest.mark.parametrize("dtype", ["u1", "V3", "<f4", "c16"])
+@pytest.mark.parametrize("has_room", [True, False])
+@pytest.mark.parametrize("layout", ACROSS)
+def test_axes_are_turned_on_the_gpu(gpu, gpuops, limited, layout, has_room, dtype):
+    """Where it has memory for that; and else by the CPU."""
+    base, x = across(layout, dtype)
+    launches = int(has_room and gpu.fake is not None)
+    some = 1000
+    limited((1 + has_room) * x.nbytes + some)
+    d, launched = launches_in(gpu, lambda: gpuops.to_device(x))
+    assert launched == launches
+    assert d.shape == x.shape and d.to_host().tobytes() == x.tobytes()
+    if layout == "repeated":
+        return
+    out = np.zeros_like(base)
+    limited(has_room * x.nbytes + some)
+    _, launched = launches_in(gpu, lambda: d.to_host(ACROSS[layout](out)))
+    assert launched == launches
+    expected = np.zeros_like(base)
+    ACROSS[layout](expected)[...] = x
+    assert out.tobytes() == expected.tobytes()
+
+
+def test_which_axes_are_turned(fake):
+    """Of large arrays those, and only those, that the CPU would go through across its lines."""
+    base, x = across("two axes", "f4")
+    long = np.broadcast_to(base[:, :1], base.shape)
+    wide = numbers(64 * 4096).view("V64").reshape(64, -1)
+    small = base[:, : LEAST_TURNED_BYTES // 512 // 4]
+    cases = [
+        (x, 1), (base, 0), (base[::2], 0), (base[:, ::2], 0), (long, 0),
+        (long.T, 1), (wide.T, 0), (small.T, 1), (small[1:].T, 0), (base[:, 0], 0), (base[0], 0),
+    ]  # fmt: skip
+    for source, launches in cases:
+        d, launched = launches_in(fake, lambda source=source: fake.gpuops.to_device(source))
+        assert launched == launches, (source.shape, source.strides)
+        assert d.to_host().tobytes() == source.tobytes()
+
+
+@pytest.mark.parametrize("name", ["pin", "pinned_empty"])
+def test_page_locked_axes_are_turned(gpuops, name):
+    base, x = across("two axes", "f4")
+    with contextlib.ExitStack() as stack:
+        if name == "pin":
+            stack.enter_context(gpuops.pin(base))
+        else:
+            locked = gpuops.pinned_empty(base.shape, base.dtype)
+            locked[...] = base
+            x = locked.T
+        d = gpuops.to_device(x)
+        same(d.to_host(), np.ascontiguousarray(x))
+        base[...] = 0
+        d.to_host(base.T)
+    same(d.to_host(), np.ascontiguousarray(base.T))
+
+
 def test_read_only_source(gpuops):
     round_trip(gpuops, read_only(numbers(ABOVE)))
 

@@ -589,6 +589,16 @@ def a_large_array_without_buffers(gpu):
     return Case(lambda: gpu.gpuops.to_device(x).to_host(out), [x, out], [out], "to_host")
 
 
+LEAST_TURNED = 64 << 10  # bytes of an array whose axes are turned on the GPU
+
+
+@path("arrays")
+def arrays_whose_axes_are_turned(gpu):
+    with_small_sizes(gpu)
+    x, out = np.arange(LEAST_TURNED // 16.0).reshape(64, -1) + 1j, np.full((64, 64), 77 + 7j)
+    return Case(lambda: gpu.gpuops.to_device(x.T).to_host(out.T), [x, out], [out], "to_host")
+
+
 @path("arrays")
 def to_device_of_page_locked_memory(gpu):
     x = gpu.fake.page_locked(np.arange(5.0))
