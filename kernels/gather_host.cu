@@ -83,7 +83,8 @@ Status choose_way(Gather *gather, int64_t index_count, GatherCase *found, Gather
 /* What one call has. */
 struct HostTable {
     Call *call;
-    Gather gather; /* with the indices of the host, if they are known there */
+    Gather gather;  /* with the indices of the host, if they are known there */
+    bool is_locked; /* what the stream is still to do may write to it */
     int64_t index_count;
     GatherCase found;
     char *host_indices; /* a copy of ours, or NULL */
@@ -371,27 +372,43 @@ static Status gather_by_the_way(HostTable *table, GatherPlan plan)
     }
 }
 
-static Status gather_described(HostTable *table)
+static void describe_table(HostTable *table, int64_t room_bytes)
 {
-    Call *call = table->call;
-    GatherCase *found = &table->found;
-    GatherPlan plan = {GATHER_WHOLE, table_bytes(table->gather)};
-    int64_t room = INT64_MAX;
-    Status status = STATUS_OK;
-    const bool is_small = plan.bytes_up <= GATHER_LEAST_CHOICE_BYTES;
-    if (!is_small) status = device_memory_room(call->device, &room);
-    /* The indices come first, and some is left to others. */
-    const bool is_there = call->inputs[1].device != DEVICE_CPU && view_is_packed(&call->inputs[1]);
-    if (!is_small)
-        room -= room / 10 + (is_there ? 0 : table->index_count * table->gather.index_bytes);
-    if (room < 0) room = 0;
-    describe_case(&table->gather, call->device, table->index_count, room, found);
-    found->result_on_device = true;
-    found->indices_on_device = call->inputs[1].device != DEVICE_CPU;
-    if (status == STATUS_OK && !is_small) status = pack_host_indices(table);
-    if (status == STATUS_OK && !is_small)
-        status = choose_way(&table->gather, table->index_count, found, &plan, &table->host_indices);
-    return status == STATUS_OK ? gather_by_the_way(table, plan) : status;
+    const Call *call = table->call;
+    describe_case(&table->gather, call->device, table->index_count, room_bytes, &table->found);
+    table->found.result_on_device = true;
+    table->found.indices_on_device = call->inputs[1].device != DEVICE_CPU;
+}
+
+/* The indices come first, and some is left to others. */
+static Status find_room(const HostTable &table, int64_t *room)
+{
+    const View *indices = &table.call->inputs[1];
+    const bool is_there = indices->device != DEVICE_CPU && view_is_packed(indices);
+    Status status = device_memory_room(table.call->device, room);
+    *room -= *room / 10 + (is_there ? 0 : table.index_count * table.gather.index_bytes);
+    if (*room < 0) *room = 0;
+    return status;
+}
+
+/* Ways that leave the table where it is need no room, and more of it makes none of them better: so
+ * that is asked for only where all the room there could be would have the table go up. */
+static Status find_way(HostTable *table, GatherPlan *plan)
+{
+    describe_table(table, INT64_MAX);
+    *plan = gather_way(&table->found);
+    if (plan->way == GATHER_IN_PLACE) return STATUS_OK;
+    /* Where the CPU reads the table, that comes after what is still to be written there. */
+    Status status = table->is_locked ? stream_drain(table->call->stream->handle) : STATUS_OK;
+    const bool is_small = table->found.table_bytes <= GATHER_LEAST_CHOICE_BYTES;
+    if (status != STATUS_OK || is_small || plan->way == GATHER_ON_HOST) return status;
+    int64_t room = 0;
+    status = find_room(*table, &room);
+    if (status == STATUS_OK) status = pack_host_indices(table);
+    if (status != STATUS_OK) return status;
+    describe_table(table, room);
+    return choose_way(&table->gather, table->index_count, &table->found, plan,
+                      &table->host_indices);
 }
 
 static void release_all(HostTable *table)
@@ -410,17 +427,15 @@ Status gather_host_table(Call *call, const Gather &gather, int64_t index_count)
     table.index_count = index_count;
     PinnedUse use;
     pinned_hold(&call->inputs[0], &use);
-    /* Where the CPU reads the table, that comes after what the stream is still to write there. */
-    Status status = STATUS_OK;
-    if (pinned_is_held(&use) || host_memory_is_pinned(call->inputs[0].data))
-        status = stream_drain(call->stream->handle);
-    if (status == STATUS_OK) status = gather_described(&table);
+    table.is_locked = pinned_is_held(&use) || host_memory_is_pinned(call->inputs[0].data);
+    GatherPlan plan;
+    Status status = find_way(&table, &plan);
+    if (status == STATUS_OK) status = gather_by_the_way(&table, plan);
     if (runtime_is_forked()) return status;
     return even_so(status, [&] {
         Status last = STATUS_OK;
         /* Of a table that somebody else has locked in part, the range may be locked. */
-        if (pinned_is_held(&use) || host_memory_is_pinned(call->inputs[0].data) ||
-            host_memory_is_pinned(table_box(table.gather).base))
+        if (table.is_locked || host_memory_is_pinned(table_box(table.gather).base))
             last = stream_drain(call->stream->handle);
         const bool is_waited_for =
             status == STATUS_OK || status == STATUS_MEMORY_ERROR || status == STATUS_INTERRUPTED;
