@@ -135,8 +135,8 @@ def each_once(run: Run, size: int) -> Iterator[Case]:
     Of such a table gather itself sorts the rows by the part of it that they lie in. So the second
     shall be about as fast as the first, whose indices are sorted already.
     """
-    # The table, page-locked copies for two contestants, and all that is smaller.
-    while 4 * 4 * size > memory_free():
+    # The table, a page-locked copy, and all that is smaller.
+    while 3 * 4 * size > memory_free():
         run.say(f"\na table of {byte_name(4 * size)}, each once, left out: too little host memory")
         size //= 2
     table = run.random.random(size, dtype=numpy.float32)
@@ -145,8 +145,20 @@ def each_once(run: Run, size: int) -> Iterator[Case]:
             yield host_table(run, width, table, order)
 
 
+# How host tables are given: whether page-locked, and whether the indices are on the GPU.
+HOST_TABLES = {
+    "gpuops": (False, False),
+    "gpuops, page-locked": (True, False),
+    "gpuops, page-locked, indices there": (True, True),
+}
+TABLE_STATES = {"": "wall", ", in a loop": "again"}
+
+
 def host_table(run: Run, width: int, table: numpy.ndarray, order: str = "") -> Case:
     """Random rows of a table on the host, an eighth of it, into an array on the GPU.
+
+    Each way comes once after whatever else there was, when all threads have come to rest, and once
+    right after calls of its own for other rows, as in the loop of a training.
 
     "each once": no row is taken twice; what has to do with sorting is in each_once().
     """
@@ -159,26 +171,29 @@ def host_table(run: Run, width: int, table: numpy.ndarray, order: str = "") -> C
         rows = run.random.permutation(len(table))[:count]
         return numpy.sort(rows) if order.endswith("sorted") else rows
 
-    indices = [(draw(),) for _ in range(4)]
+    indices = [(draw(),) for _ in range(8)]
+    lock = _locking_once()
     pageable, locked = TABLE_ROWS[width]
-    contestants = {
-        "gpuops": _into_gpu(count, width),
-        "gpuops, page-locked": _into_gpu(count, width, locks=True),
-        "gpuops, page-locked, indices there": _into_gpu(count, width, locks=True, sends=True),
-    }
-    targets = [Target("gpuops, page-locked", rate=locked)]
-    if pageable:
-        targets.append(Target("gpuops", rate=pageable))
+    contestants, targets = {}, []
+    for state, clock in TABLE_STATES.items():
+        for name, (locks, sends) in HOST_TABLES.items():
+            contestants[name + state] = _into_gpu(
+                count, width, lock if locks else None, sends, clock
+            )
+        targets.append(Target(f"gpuops, page-locked{state}", rate=locked))
+        if pageable:
+            targets.append(Target(f"gpuops{state}", rate=pageable))
     targets += [Target(ours, BEST_PEER, ratio=1.0) for ours in ("gpuops", "gpuops, page-locked")]
     if torch := peers.torch_on_gpu():
         contestants["torch CPU index_select and cuda()"] = Contestant(
-            _waiting(lambda x, i: torch.index_select(x, 0, i).cuda()),
+            peers.until_done(lambda x, i: torch.index_select(x, 0, i).cuda(), peers.wait_for_torch),
             convert=torch.from_numpy,
             to_numpy=lambda x: x.cpu().numpy(),
         )
     if cupy := peers.cupy_on_gpu():
         contestants["numpy.take and CuPy's asarray"] = Contestant(
-            _waiting(lambda x, i: cupy.asarray(x.take(i, axis=0))), to_numpy=cupy.asnumpy
+            peers.until_done(lambda x, i: cupy.asarray(x.take(i, axis=0)), peers.wait_for_cupy),
+            to_numpy=cupy.asnumpy,
         )
     name = f"gather host table, {count_name(count)} rows of {width} float32 ({4 * width} bytes)"
     if order:
@@ -187,38 +202,42 @@ def host_table(run: Run, width: int, table: numpy.ndarray, order: str = "") -> C
         targets += [
             Target(ours, of_case=(f"{name}, {SORTED_ALREADY}", SORTED_RATIO))
             for ours in contestants
-            if "page-locked" in ours
+            if "page-locked" in ours and "loop" not in ours
         ]
     name += f", {order}" if order else ""
     moved = count * width * table.itemsize
     return Case(name, contestants, _take_rows, [table], indices, moved, None, targets)
 
 
-def _into_gpu(count: int, width: int, locks: bool = False, sends: bool = False) -> Contestant:
+def _locking_once() -> Callable[[numpy.ndarray], numpy.ndarray]:
+    """Make a function that copies a table into page-locked memory, once for all who want it."""
+    copies: list[numpy.ndarray] = []
+
+    def lock(table: numpy.ndarray) -> numpy.ndarray:
+        if not copies:
+            copies.append(gpuops.pinned_empty(table.shape, table.dtype))
+            copies[0][...] = table
+        return copies[0]
+
+    return lock
+
+
+def _into_gpu(
+    count: int,
+    width: int,
+    lock: Callable[[numpy.ndarray], numpy.ndarray] | None,
+    sends: bool,
+    clock: str,
+) -> Contestant:
     out = gpuops.empty((count, width), numpy.float32)
 
     def convert(array: numpy.ndarray) -> Any:
         if array.ndim == 1:
             return gpuops.to_device(array) if sends else array
-        if not locks:
-            return array
-        locked = gpuops.pinned_empty(array.shape, array.dtype)
-        locked[...] = array
-        return locked
+        return lock(array) if lock is not None else array
 
-    call = _waiting(functools.partial(gpuops.gather, out=out))
-    return Contestant(call, convert=convert, to_numpy=lambda there: there.to_host())
-
-
-def _waiting(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Wait for what a call queued, so that it is over when it returns."""
-
-    def waiting(*arrays: Any) -> Any:
-        there = call(*arrays)
-        peers.gpu().synchronize()
-        return there
-
-    return waiting
+    call = peers.until_done(functools.partial(gpuops.gather, out=out), peers.wait_for_gpuops)
+    return Contestant(call, convert=convert, to_numpy=lambda there: there.to_host(), clock=clock)
 
 
 # Rows of float32 and the rates in GB/s that they shall reach. Other widths shall come within 15 %

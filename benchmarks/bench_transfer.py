@@ -1,6 +1,7 @@
 """The way of an array to the GPU and back, alone and as part of whole calls on NumPy arrays."""
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Iterator
 from typing import Any
 
 import numpy
@@ -9,7 +10,7 @@ import gpuops
 
 from . import peers, whole
 from .driver import Driver
-from .harness import Case, Contestant, Run, Target
+from .harness import BEST_PEER, Case, Contestant, Run, Target
 
 MEBI = 1 << 20
 
@@ -21,7 +22,10 @@ def measure(run: Run) -> None:
     """
     if gpuops.is_available() and peers.gpu():
         run.say("\nthe way to the GPU and back (bytes moved, counted once)")
-        for case in cases(run, 256 * MEBI // (64 if run.quick else 1)):
+        scale = 64 if run.quick else 1
+        for case in cases(run, 256 * MEBI // scale):
+            run.measure(case)
+        for case in transposed(run, 64 * MEBI // scale):
             run.measure(case)
     run.say("\nwhole calls on NumPy arrays")
     run.measure(whole.small_case(run))
@@ -47,7 +51,7 @@ def cases(run: Run, size: int) -> Iterator[Case]:
         name_of_case = f"transfer {name}, {way}"
         return Case(name_of_case, contestants, _same, [array], [()], array.nbytes, None, targets)
 
-    up = {"gpuops": Contestant(gpuops.to_device, to_numpy=_to_host)}
+    up = {"gpuops": _up_by_gpuops()}
     first = Contestant(_to_host, convert=gpuops.to_device, before=whole.forget)
     down = {
         "gpuops": Contestant(_to_host, convert=gpuops.to_device),
@@ -74,15 +78,13 @@ def cases(run: Run, size: int) -> Iterator[Case]:
     into["driver: page-locked"] = Contestant(lambda place: driver.down(locked, place), convert=sent)
     if torch := peers.torch_on_gpu():
         tensor = torch.zeros(size)
-        up["torch"] = Contestant(
-            _waiting(lambda host: torch.from_numpy(host).cuda()), to_numpy=lambda x: x.cpu().numpy()
-        )
+        up["torch"] = _up_by_torch(torch)
         to_torch = up["torch"].call
         down["torch"] = Contestant(lambda there: there.cpu().numpy(), convert=to_torch)
         into["torch"] = Contestant(lambda there: tensor.copy_(there).numpy(), convert=to_torch)
     if cupy := peers.cupy_on_gpu():
         other = numpy.zeros_like(array)
-        up["CuPy"] = Contestant(_waiting(cupy.asarray), to_numpy=cupy.asnumpy)
+        up["CuPy"] = _up_by_cupy(cupy)
         down["CuPy"] = Contestant(lambda there: there.get(), convert=cupy.asarray)
         into["CuPy"] = Contestant(lambda there: there.get(out=other), convert=cupy.asarray)
     if jax := peers.jax_on_gpu():
@@ -93,6 +95,33 @@ def cases(run: Run, size: int) -> Iterator[Case]:
     yield case("down, out=", into, {"gpuops": 52})
 
 
+def transposed(run: Run, size: int) -> Iterator[Case]:
+    """A matrix whose columns lie together, as those of pandas do, and into one that lies so.
+
+    The matrix on the GPU is in C order. torch and CuPy leave it as it lies, which is less to do.
+    """
+    length = math.isqrt(size)
+    array = run.random.random((length, length), dtype=numpy.float32).T
+    name = f"transfer {array.nbytes // MEBI} MiB of pageable memory, transposed"
+    out, other = numpy.zeros_like(array), numpy.zeros_like(array)
+    up = {"gpuops": _up_by_gpuops()}
+    down = {"gpuops": Contestant(lambda x: x.to_host(out), convert=gpuops.to_device)}
+    if torch := peers.torch_on_gpu():
+        tensor = torch.from_numpy(other)
+        up["torch"] = _up_by_torch(torch)
+        down["torch"] = Contestant(
+            lambda there: tensor.copy_(there).numpy(),
+            convert=lambda host: torch.from_numpy(host).cuda().contiguous(),
+        )
+    if cupy := peers.cupy_on_gpu():
+        up["CuPy"] = _up_by_cupy(cupy)
+    targets = [Target("gpuops", BEST_PEER, ratio=1.0)]
+    for way, contestants in (("up", up), ("down, out=", down)):
+        yield Case(
+            f"{name}, {way}", contestants, _same, [array], [()], array.nbytes, targets=targets
+        )
+
+
 def _same(array: numpy.ndarray) -> numpy.ndarray:
     return array
 
@@ -101,12 +130,16 @@ def _to_host(there: gpuops.DeviceArray) -> numpy.ndarray:
     return there.to_host()
 
 
-def _waiting(call: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Wait for what a call queued, so that it is over when it returns."""
+def _up_by_gpuops() -> Contestant:
+    call = peers.until_done(gpuops.to_device, peers.wait_for_gpuops)
+    return Contestant(call, to_numpy=_to_host)
 
-    def waiting(host: numpy.ndarray) -> Any:
-        there = call(host)
-        peers.gpu().synchronize()
-        return there
 
-    return waiting
+def _up_by_torch(torch: Any) -> Contestant:
+    call = peers.until_done(lambda host: torch.from_numpy(host).cuda(), peers.wait_for_torch)
+    return Contestant(call, to_numpy=lambda there: there.cpu().numpy())
+
+
+def _up_by_cupy(cupy: Any) -> Contestant:
+    call = peers.until_done(cupy.asarray, peers.wait_for_cupy)
+    return Contestant(call, to_numpy=cupy.asnumpy)

@@ -60,10 +60,10 @@ def wall(call: Call) -> float:
     return (time.perf_counter() - started) / loops
 
 
-def again(call: Call) -> float:
+def again(call: Call, *others: Call) -> float:
     """Time a call that comes right after others of its kind, while their threads are awake."""
-    for _ in range(CALLS_BEFORE):
-        call()
+    for other in others:
+        other()
     return wall(call)
 
 
@@ -288,12 +288,16 @@ class Run:
         for position in self.random.permutation(len(names)):
             name = names[position]
             contestant = case.contestants[name]
-            call = functools.partial(contestant.call, *inputs[name][turn % len(inputs[name])])
+            count = 1 + CALLS_BEFORE if contestant.clock == "again" else 1
+            calls = [
+                functools.partial(contestant.call, *inputs[name][(turn + k) % len(inputs[name])])
+                for k in range(count)
+            ]
             turn += 1
             if contestant.before is not None:
                 contestant.before()
             peers.settle()
-            samples[name].append(CLOCKS[contestant.clock](call))
+            samples[name].append(CLOCKS[contestant.clock](*calls))
 
     def _print(self, record: dict) -> None:
         for position, (name, result) in enumerate(record["results"].items()):

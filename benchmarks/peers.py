@@ -22,7 +22,8 @@ from gpuops._calibration import come_to_rest
 class Contestant:
     """One way to compute a case: `call(*inputs)`, on inputs as `convert` makes them.
 
-    `clock` is "wall" for a call that is over when it returns, "events" for the time of the work
+    `clock` is "wall" for a call that is over when it returns, "again" for
+    one that comes right after others of its kind, "events" for the time of the work
     that it queues on the GPU's default stream, "JAX's stream" for that of work on the stream that
     JAX keeps to itself, "queued" for what a call takes that only queues work, "told" for one that
     returns its time. `saved_bytes` are those that this way moves less than the others. `before` is
@@ -192,6 +193,35 @@ def _torch_to_numpy(tensor: Any) -> numpy.ndarray:
     if tensor.dtype == torch.bfloat16:
         return tensor.cpu().view(torch.int16).numpy().view("bfloat16")
     return tensor.cpu().numpy()
+
+
+def until_done(call: Callable[..., Any], wait: Callable[[Any], Any]) -> Callable[..., Any]:
+    """Make a call be over when it returns: what it returns is given to a function that waits."""
+
+    def done(*arrays: Any) -> Any:
+        there = call(*arrays)
+        wait(there)
+        return there
+
+    return done
+
+
+# Each library waits for its own work, as its users would.
+
+
+def wait_for_gpuops(there: Any) -> None:
+    """Wait until an array of gpuops is there."""
+    there.stream.synchronize()
+
+
+def wait_for_torch(_: Any) -> None:
+    """Wait for the work of torch."""
+    torch_on_gpu().cuda.current_stream().synchronize()
+
+
+def wait_for_cupy(_: Any) -> None:
+    """Wait for the work of CuPy."""
+    cupy_on_gpu().cuda.get_current_stream().synchronize()
 
 
 def free_memory() -> None:
