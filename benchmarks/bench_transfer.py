@@ -98,9 +98,11 @@ def cases(run: Run, size: int) -> Iterator[Case]:
 def transposed(run: Run, size: int) -> Iterator[Case]:
     """A matrix whose columns lie together, as those of pandas do, and into one that lies so.
 
-    The matrix on the GPU is in C order. torch and CuPy leave it as it lies, which is less to do.
+    The matrix on the GPU is in C order. On its way up torch and CuPy leave it as it lies, which is
+    less to do. It has an odd number of rows: those that are powers of two apart share what places
+    a cache has.
     """
-    length = math.isqrt(size)
+    length = math.isqrt(size) | 1
     array = run.random.random((length, length), dtype=numpy.float32).T
     name = f"transfer {array.nbytes // MEBI} MiB of pageable memory, transposed"
     out, other = numpy.zeros_like(array), numpy.zeros_like(array)
@@ -115,6 +117,11 @@ def transposed(run: Run, size: int) -> Iterator[Case]:
         )
     if cupy := peers.cupy_on_gpu():
         up["CuPy"] = _up_by_cupy(cupy)
+        third = numpy.zeros_like(array)
+        down["CuPy"] = Contestant(
+            lambda there: there.get(out=third),
+            convert=lambda host: cupy.ascontiguousarray(cupy.asarray(host)),
+        )
     targets = [Target("gpuops", BEST_PEER, ratio=1.0)]
     for way, contestants in (("up", up), ("down, out=", down)):
         yield Case(

@@ -290,7 +290,7 @@ class Run:
             contestant = case.contestants[name]
             count = 1 + CALLS_BEFORE if contestant.clock == "again" else 1
             calls = [
-                functools.partial(contestant.call, *inputs[name][(turn + k) % len(inputs[name])])
+                functools.partial(contestant.call, *inputs[name][(turn - k) % len(inputs[name])])
                 for k in range(count)
             ]
             turn += 1

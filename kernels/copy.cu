@@ -1,7 +1,8 @@
 /* Copies between arrays on devices, of any strides, and between them and the host.
  *
  * What crosses the bus is contiguous: a strided array on a device is packed there first, by the one
- * kernel of this file, and a strided array on the host by transfer.cu. */
+ * kernel of this file, and a strided array on the host by transfer.cu, in the order in which it
+ * lies. What is to lie in another order is turned on the device. */
 #include "common.cuh"
 #include "slab.cuh"
 #include "transfer.cuh"
@@ -237,7 +238,8 @@ Status copy_on_device(const View *target, const View *source, Stream *stream)
 
 /* Views. */
 
-/* Below this, an allocation and a kernel take longer than the CPU's way. */
+/* On an H200 a transposed array of 64 KiB is there in 30 us so, and in 45 by the CPU; one of 16 KiB
+ * in 21, and in 20. */
 constexpr int64_t LEAST_TURNED_BYTES = 64 << 10;
 
 static int64_t view_bytes(const View *view)
@@ -303,21 +305,28 @@ static void turn_as(const View *host, const View *view, View *turned)
     view_turn(turned, view->ndim, axes, count);
 }
 
-/* What lies across goes up as it lies, and is put in order there: the CPU would read each line of
- * the cache many times, and does where there is no memory for that on the device. */
+/* A kernel's first launch may take memory as well. */
+static bool lacks_memory(Status status)
+{
+    return status == STATUS_MEMORY_ERROR ||
+           (status == STATUS_DEVICE_ERROR &&
+            last_failure()->cuda_code == cudaErrorMemoryAllocation);
+}
+
+/* The CPU would go through what lies across a few bytes at a time, and does where there is no
+ * memory on the device for another way: it goes up as it lies, and is turned there. */
 static Status bring(const View *target, const View *source, Stream *stream)
 {
     if (!lies_across(source)) return upload(target, source, stream);
+    if (stream_is_capturing(stream)) return refuse_host_in_capture();
     View lying, placed, there;
     turn_as(source, source, &lying);
     turn_as(source, target, &placed);
     Status status = new_view(&lying, stream, &there);
-    if (status == STATUS_MEMORY_ERROR) return upload(target, source, stream);
-    if (status != STATUS_OK) return status;
-    status = upload(&there, &lying, stream);
+    if (status == STATUS_OK) status = upload(&there, &lying, stream);
     if (status == STATUS_OK) status = copy_on_device(&placed, &there, stream);
-    memory_release(there.memory);
-    return status;
+    if (there.memory != NULL) memory_release(there.memory);
+    return lacks_memory(status) ? upload(target, source, stream) : status;
 }
 
 static Status copy_between_devices(const View *target, const View *source, Stream *stream);
@@ -452,7 +461,7 @@ static Status to_host(const View *target, const View *source, Stream *stream, Wa
         turn_as(target, target, &lying);
         turn_as(target, source, &there);
         const Status status = to_host_as_it_is(&lying, &there, stream, watch);
-        if (status != STATUS_MEMORY_ERROR || runtime_is_forked()) return status;
+        if (!lacks_memory(status) || runtime_is_forked()) return status;
     }
     return to_host_as_it_is(target, source, stream, watch);
 }

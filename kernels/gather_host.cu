@@ -84,7 +84,7 @@ Status choose_way(Gather *gather, int64_t index_count, GatherCase *found, Gather
 struct HostTable {
     Call *call;
     Gather gather;  /* with the indices of the host, if they are known there */
-    bool is_locked; /* what the stream is still to do may write to it */
+    bool is_locked; /* page-locked: the stream may still write to the table */
     int64_t index_count;
     GatherCase found;
     char *host_indices; /* a copy of ours, or NULL */
@@ -435,7 +435,8 @@ Status gather_host_table(Call *call, const Gather &gather, int64_t index_count)
     return even_so(status, [&] {
         Status last = STATUS_OK;
         /* Of a table that somebody else has locked in part, the range may be locked. */
-        if (table.is_locked || host_memory_is_pinned(table_box(table.gather).base))
+        if (table.is_locked || pinned_is_held(&use) ||
+            host_memory_is_pinned(table_box(table.gather).base))
             last = stream_drain(call->stream->handle);
         const bool is_waited_for =
             status == STATUS_OK || status == STATUS_MEMORY_ERROR || status == STATUS_INTERRUPTED;

@@ -2,6 +2,7 @@
 
 import ctypes
 import math
+import random
 import re
 import shutil
 import subprocess
@@ -247,3 +248,28 @@ def test_the_way_that_is_taken_takes_the_least(library):
         seconds = {way: library.gather_seconds(case, WAYS.index(way)) for way in WAYS}
         del seconds["windows"], seconds["range"]
         assert seconds[WAYS[plan.way]] == min(seconds.values())
+
+
+@pytest.mark.parametrize("where", EVERYWHERE)
+def test_more_room_makes_no_other_way_better_than_those_that_need_none(library, where):
+    """So how much there is need not be known where all there could be changes nothing."""
+    generator = random.Random(5)
+    found = set()
+    for _ in range(3000):
+        width, places = 1 << generator.randrange(2, 16), 1 << generator.randrange(8, 22)
+        given = {
+            **where,
+            "place_bytes": width,
+            "row_bytes": width,
+            "rows": 1 << generator.randrange(24),
+        }
+        lying, packed = width * places // generator.randrange(1, 5), width * places
+        most = {**given, "table_bytes": lying, "room_bytes": 1 << 62}
+        way = library.gather_way(case_of(library, **most)).way
+        if WAYS[way] not in ("in place", "on the host"):
+            continue
+        found.add(WAYS[way])
+        for room in (0, width, 3 * width, lying // 2, lying, packed // 2, packed):
+            less = {**given, "table_bytes": lying if lying <= room else packed, "room_bytes": room}
+            assert library.gather_way(case_of(library, **less)).way == way, less
+    assert found or not where["result_on_device"]

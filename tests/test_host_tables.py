@@ -728,6 +728,39 @@ def test_the_table_may_change_after_the_call(in_any_order, pinned, rows):
         same(out.to_host(), expected)
 
 
+def test_a_part_of_the_table_is_locked_half_way(fake):
+    """What was ordinary memory at the begin of the call may be the GPU's to read by its end."""
+    fake.fake.set_scheduler("lazy")
+    x, pins = table_of(1000)[:1000], []
+    indices = many(positions(1000, len(x)))
+    expected = x[indices]
+    out = fake.gpuops.empty(expected.shape, "u1")
+
+    def visit(name, _):
+        if not pins and name == "cudaMemcpyAsync":  # of the indices
+            pins.append(fake.gpuops.pin(x[100:]))
+
+    with fake.fake.visit(visit):
+        fake.gpuops.gather(x, indices, out=out)
+    x[...] = 0
+    same(out.to_host(), expected)
+    pins[0].release()
+
+
+def test_rows_in_place_wait_for_nothing_before(fake):
+    """Neither for what the stream has to do, nor for the driver to tell what memory is free."""
+    x = table_of(1000)
+    indices = fake.gpuops.to_device(positions(100, len(x)))
+    out = fake.gpuops.empty((100, 1000), "u1")
+    with fake.gpuops.pin(x):
+        calls = {
+            name: fake.fake.calls(name) for name in ("cudaMemGetInfo", "cudaStreamSynchronize")
+        }
+        fake.gpuops.gather(x, indices, out=out)
+        for name, count in (("cudaMemGetInfo", 0), ("cudaStreamSynchronize", 1)):
+            assert fake.fake.calls(name) - calls[name] == count, name
+
+
 def test_indices_may_change_after_the_call(in_any_order):
     gpuops = in_any_order.gpuops
     x = table_of(1000)[:3000]

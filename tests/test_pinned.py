@@ -667,6 +667,7 @@ ON_THE_GPU = {
     "contiguous": lambda gpuops, x, d: gpuops.to_device(x, stream=d.stream),
     "with gaps": lambda gpuops, x, d: gpuops.to_device(x[::2], stream=d.stream),
     "transposed": lambda gpuops, x, d: gpuops.to_device(x.reshape(100, -1).T, stream=d.stream),
+    "turned": lambda gpuops, x, d: gpuops.to_device(x.reshape(100, -1)[:, 1:].T, stream=d.stream),
     "large": lambda gpuops, x, d: gpuops.to_device(x.reshape(2, -1)[:, 5:-5], stream=d.stream),
     "operand": lambda gpuops, x, d: gpuops.add(d[:5], x[5:10]),
     "operand with gaps": lambda gpuops, x, d: gpuops.add(d[:5], x[5:0:-1]),

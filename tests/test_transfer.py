@@ -207,21 +207,32 @@ def test_which_axes_are_turned(fake):
         assert d.to_host().tobytes() == source.tobytes()
 
 
-@pytest.mark.parametrize("name", ["pin", "pinned_empty"])
-def test_page_locked_axes_are_turned(gpuops, name):
+def test_page_locked_axes_are_turned(in_any_order):
+    """The call waits for the GPU, which reads and writes that memory itself."""
+    gpuops = in_any_order.gpuops
     base, x = across("two axes", "f4")
-    with contextlib.ExitStack() as stack:
-        if name == "pin":
-            stack.enter_context(gpuops.pin(base))
-        else:
-            locked = gpuops.pinned_empty(base.shape, base.dtype)
-            locked[...] = base
-            x = locked.T
+    expected = np.ascontiguousarray(x)
+    with gpuops.pin(base):
         d = gpuops.to_device(x)
-        same(d.to_host(), np.ascontiguousarray(x))
         base[...] = 0
-        d.to_host(base.T)
-    same(d.to_host(), np.ascontiguousarray(base.T))
+        same(d.to_host(), expected)
+        d.to_host(x)
+        same(np.ascontiguousarray(x), expected)
+
+
+def test_axes_are_not_turned_in_a_capture(fake):
+    """Which is refused, with no more memory in the graph than for what lies in order."""
+    stream, allocated = fake.gpuops.Stream(), []
+    for x in across("two axes", "f4"):
+        before = fake.fake.calls("cudaMallocFromPoolAsync")
+        fake.fake.set_capturing(stream.ptr, True)
+        try:
+            with pytest.raises(ValueError, match="captured into a graph"):
+                fake.gpuops.to_device(x, stream=stream)
+        finally:
+            fake.fake.set_capturing(stream.ptr, False)
+        allocated.append(fake.fake.calls("cudaMallocFromPoolAsync") - before)
+    assert allocated[0] == allocated[1]
 
 
 def test_read_only_source(gpuops):

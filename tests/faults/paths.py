@@ -23,6 +23,7 @@ from capsules import Export, Producer, new_kind
 from faults import build
 from faults.apart import apart
 from faults.fake import load_package
+from helpers import constant
 from operators import OPERATORS, is_in_place, parameters_of, required_arguments
 from rtc import SAXPY, SAXPY_TYPES, cubin, saxpy_twin
 
@@ -589,13 +590,11 @@ def a_large_array_without_buffers(gpu):
     return Case(lambda: gpu.gpuops.to_device(x).to_host(out), [x, out], [out], "to_host")
 
 
-LEAST_TURNED = 64 << 10  # bytes of an array whose axes are turned on the GPU
-
-
 @path("arrays")
 def arrays_whose_axes_are_turned(gpu):
     with_small_sizes(gpu)
-    x, out = np.arange(LEAST_TURNED // 16.0).reshape(64, -1) + 1j, np.full((64, 64), 77 + 7j)
+    rows = constant("copy.cu", "LEAST_TURNED_BYTES") // (64 * 16)
+    x, out = np.arange(64.0 * rows).reshape(rows, -1) + 1j, np.full((rows, 64), 77 + 7j)
     return Case(lambda: gpu.gpuops.to_device(x.T).to_host(out.T), [x, out], [out], "to_host")
 
 
