@@ -242,16 +242,19 @@ Box table_span(const Gather &gather)
 }
 
 /* Rows that share memory, as in a sliding window, go up as they lie: packed, each would have a copy
- * of its own, and there may be more of them than any memory holds. */
-bool rows_overlap(const Gather &gather)
+ * of its own, and there may be more of them than any memory holds. So do those without gaps whose
+ * elements lie among those of others, as in Fortran order, which the CPU would pick one by one. */
+bool goes_as_it_lies(const Gather &gather)
 {
-    return gather.axis_ndim <= 1 && table_span(gather).item_bytes < packed_bytes(gather);
+    if (gather.axis_ndim > 1) return false;
+    const int64_t lying = table_span(gather).item_bytes, packed = packed_bytes(gather);
+    return lying < packed || (lying == packed && box_lies_across(table_box(gather)));
 }
 
 int64_t table_bytes(const Gather &gather)
 {
     if (gather.is_in_place) return 0;
-    return rows_overlap(gather) ? table_span(gather).item_bytes : packed_bytes(gather);
+    return goes_as_it_lies(gather) ? table_span(gather).item_bytes : packed_bytes(gather);
 }
 
 /* The loops as they are on the device, where everything is packed, but for x if it is there as it
@@ -341,7 +344,7 @@ static Status gather_tile(Arena *arena, const Gather &gather)
 {
     const int64_t beside = bytes_beside_table(gather);
     const bool fits = aligned(table_bytes(gather)) + beside <= arena->bytes;
-    const bool as_it_lies = fits && (gather.is_in_place || rows_overlap(gather));
+    const bool as_it_lies = fits && (gather.is_in_place || goes_as_it_lies(gather));
     const Box packed_table = table_box(gather);
     const Box table = as_it_lies ? table_span(gather) : packed_table;
     const int64_t whole = box_items(table) * table.item_bytes;

@@ -321,7 +321,7 @@ static Status gather_windows(HostTable *table, bool *has_room)
     const Gather &gather = table->gather;
     const GatherCase &found = table->found;
     const bool fits = found.range_bytes <= found.room_bytes;
-    const bool as_it_lies = fits && rows_overlap(gather);
+    const bool as_it_lies = fits && goes_as_it_lies(gather);
     const int64_t first = gather.axis_ndim > 0 ? gather.first_place : 0;
     const int64_t places = axis_places(gather);
     const int64_t most = found.room_bytes / BUFFERS / ALIGNMENT * ALIGNMENT;

@@ -187,6 +187,24 @@ def test_layouts_and_axes(gpuops, layout, pinned):
             same(gpuops.gather(x, indices, axis=axis, device="cuda"), expected)
 
 
+def test_fortran_order_goes_up_as_it_lies(fake):
+    """What has no gaps. Else it is packed first, for which one copy waits for the one before."""
+    c = table_of(400)[:1000].view("f4")
+    f = np.asfortranarray(c)
+    indices = fake.gpuops.to_device(positions(50, len(c)))
+    out = fake.gpuops.empty((50, 100), "f4")
+
+    def waits(x):
+        before = fake.fake.calls("cudaStreamSynchronize")
+        fake.gpuops.gather(x, indices, out=out)
+        waited = fake.fake.calls("cudaStreamSynchronize") - before
+        same(out.to_host(), x[indices.to_host()])
+        return waited
+
+    assert waits(c) == waits(f) == waits(f[::-1]) == waits(np.asfortranarray(c[:, ::-1])) == 0
+    assert waits(np.asfortranarray(np.concatenate((c, c)))[1000:]) > 0
+
+
 @pytest.mark.parametrize("axis", [0, 1, -1, None])
 @pytest.mark.parametrize("pinned", [False, True])
 def test_take_and_take_along_axis(gpuops, axis, pinned):
