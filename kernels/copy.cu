@@ -258,42 +258,10 @@ Status new_view(const View *like, Stream *stream, View *view)
     return status;
 }
 
-/* A graph would read the memory of the host whenever it runs, and that may be gone by then. */
-Status refuse_host_in_capture(void)
+/* Whether the CPU would go through it a few bytes at a time. */
+static bool is_to_be_turned(const Box &box)
 {
-    return fail(STATUS_VALUE_ERROR,
-                "the stream is being captured into a graph, and what is on the host cannot take "
-                "part in that: bring it to the device first, with gpuops.to_device before the "
-                "capture");
-}
-
-/* If the source is page-locked memory, a copy of it may still be on its way when the driver
- * returns, also where a later one has failed; of any other memory the driver has taken a copy by
- * then. */
-static Status upload(const View *target, const View *source, Stream *stream)
-{
-    if (stream_is_capturing(stream)) return refuse_host_in_capture();
-    const Box box = box_of(source);
-    PinnedUse use;
-    pinned_hold(source, &use);
-    Status status = STATUS_OK;
-    /* It is the CPU that packs it, after what the stream is still to write there. */
-    if (!view_is_packed(source) && (pinned_is_held(&use) || host_memory_is_pinned(source->data)))
-        status = stream_drain(stream->handle);
-    if (status == STATUS_OK)
-        status = box_upload(box, 0, box_items(box), target->data, stream->handle);
-    return even_so(status, [&] {
-        Status last = STATUS_OK;
-        if (pinned_is_held(&use) || host_memory_is_pinned(source->data))
-            last = stream_drain(stream->handle);
-        pinned_let_go(&use, stream->device, last == STATUS_OK);
-        return last;
-    });
-}
-
-static bool lies_across(const View *view)
-{
-    return view_bytes(view) >= LEAST_TURNED_BYTES && box_lies_across(box_of(view));
+    return box_items(box) * box.item_bytes >= LEAST_TURNED_BYTES && box_lies_across(box);
 }
 
 /* With its axes in the order in which the one on the host lies. */
@@ -313,20 +281,77 @@ static bool lacks_memory(Status status)
             last_failure()->cuda_code == cudaErrorMemoryAllocation);
 }
 
-/* The CPU would go through what lies across a few bytes at a time, and does where there is no
- * memory on the device for another way: it goes up as it lies, and is turned there. */
-static Status bring(const View *target, const View *source, Stream *stream)
+static Status send_up(const Box &box, void *device, Stream *stream, Traffic *traffic)
 {
-    if (!lies_across(source)) return upload(target, source, stream);
-    if (stream_is_capturing(stream)) return refuse_host_in_capture();
-    View lying, placed, there;
-    turn_as(source, source, &lying);
-    turn_as(source, target, &placed);
+    return traffic != NULL ? traffic_up(traffic, box, device, stream->handle)
+                           : box_upload(box, 0, box_items(box), device, stream->handle);
+}
+
+static Status send_up_and_turn(const Box &box, void *device, Stream *stream, Traffic *traffic,
+                               bool *has_room)
+{
+    View source = {}, target, lying, placed, there;
+    source.data = box.base;
+    source.item_bytes = box.item_bytes;
+    source.ndim = box.ndim;
+    memcpy(source.shape, box.counts, sizeof box.counts);
+    memcpy(source.strides, box.strides, sizeof box.strides);
+    view_copy(&target, &source);
+    target.data = device;
+    view_pack(&target);
+    turn_as(&source, &source, &lying);
+    turn_as(&source, &target, &placed);
     Status status = new_view(&lying, stream, &there);
-    if (status == STATUS_OK) status = upload(&there, &lying, stream);
-    if (status == STATUS_OK) status = copy_on_device(&placed, &there, stream);
+    *has_room = !lacks_memory(status);
+    if (status == STATUS_OK) status = send_up(box_of(&lying), there.data, stream, traffic);
+    if (status == STATUS_OK) {
+        status = copy_on_device(&placed, &there, stream);
+        *has_room = !lacks_memory(status);
+    }
     if (there.memory != NULL) memory_release(there.memory);
-    return lacks_memory(status) ? upload(target, source, stream) : status;
+    return status;
+}
+
+Status box_bring(const Box &box, void *device, Stream *stream, Traffic *traffic, bool *has_room)
+{
+    if (*has_room && is_to_be_turned(box)) {
+        const Status status = send_up_and_turn(box, device, stream, traffic, has_room);
+        if (*has_room) return status;
+    }
+    return send_up(box, device, stream, traffic);
+}
+
+/* A graph would read the memory of the host whenever it runs, and that may be gone by then. */
+Status refuse_host_in_capture(void)
+{
+    return fail(STATUS_VALUE_ERROR,
+                "the stream is being captured into a graph, and what is on the host cannot take "
+                "part in that: bring it to the device first, with gpuops.to_device before the "
+                "capture");
+}
+
+/* If the source is page-locked memory, a copy of it may still be on its way when the driver
+ * returns, also where a later one has failed; of any other memory the driver has taken a copy by
+ * then. */
+static Status upload(const View *target, const View *source, Stream *stream)
+{
+    if (stream_is_capturing(stream)) return refuse_host_in_capture();
+    const Box box = box_of(source);
+    PinnedUse use;
+    pinned_hold(source, &use);
+    bool has_room = true;
+    Status status = STATUS_OK;
+    /* It is the CPU that packs it, after what the stream is still to write there. */
+    if (!view_is_packed(source) && (pinned_is_held(&use) || host_memory_is_pinned(source->data)))
+        status = stream_drain(stream->handle);
+    if (status == STATUS_OK) status = box_bring(box, target->data, stream, NULL, &has_room);
+    return even_so(status, [&] {
+        Status last = STATUS_OK;
+        if (pinned_is_held(&use) || host_memory_is_pinned(source->data))
+            last = stream_drain(stream->handle);
+        pinned_let_go(&use, stream->device, last == STATUS_OK);
+        return last;
+    });
 }
 
 static Status copy_between_devices(const View *target, const View *source, Stream *stream);
@@ -340,7 +365,7 @@ Status pack_on_device(const View *source, Stream *stream, View *packed)
     if (view_bytes(source) == 0)
         ;
     else if (source->device == DEVICE_CPU)
-        status = bring(packed, source, stream);
+        status = upload(packed, source, stream);
     else if (source->device == stream->device)
         status = copy_on_device(packed, source, stream);
     else
@@ -385,7 +410,7 @@ static Status copy_between_devices(const View *target, const View *source, Strea
 static Status to_device(const View *target, const View *source, Stream *stream)
 {
     if (view_is_packed(target))
-        return source->device == DEVICE_CPU ? bring(target, source, stream)
+        return source->device == DEVICE_CPU ? upload(target, source, stream)
                                             : copy_between_devices(target, source, stream);
     View packed;
     Status status = pack_on_device(source, stream, &packed);
@@ -456,7 +481,7 @@ static Status to_host_as_it_is(const View *target, const View *source, Stream *s
 /* What is to lie across is put in that order on the device, if there is memory for it. */
 static Status to_host(const View *target, const View *source, Stream *stream, Watch *watch)
 {
-    if (lies_across(target)) {
+    if (is_to_be_turned(box_of(target))) {
         View lying, there;
         turn_as(target, target, &lying);
         turn_as(target, source, &there);

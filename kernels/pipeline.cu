@@ -168,6 +168,7 @@ struct Pipeline {
     Lanes *lanes;
     Traffic *traffic;
     bool is_written; /* some of the result, or it may be */
+    bool has_room;   /* for more on the device, until it turns out that there is none */
     int64_t looked;  /* when the caller was asked last; 0: not yet */
 };
 
@@ -271,7 +272,8 @@ static Status send_up_boxes(Pipeline *pipeline, int k, int64_t number)
     Status status = STATUS_OK;
     Box box;
     for (int i = 0; status == STATUS_OK && parts->find_box(parts, k, number, i, &box); i++) {
-        status = traffic_up(pipeline->traffic, box, target, pipeline->lanes->up->handle);
+        status =
+            box_bring(box, target, pipeline->lanes->up, pipeline->traffic, &pipeline->has_room);
         target += box_items(box) * box.item_bytes;
     }
     return status;
@@ -471,6 +473,7 @@ static Status try_parts(Parts *parts, bool *again)
     Pipeline pipeline = {};
     pipeline.parts = parts;
     pipeline.inputs = parts->call->input_count;
+    pipeline.has_room = true;
     Status status = open_pipeline(&pipeline);
     if (status == STATUS_OK) status = run_all(&pipeline);
     *again = status == STATUS_MEMORY_ERROR && !pipeline.is_written;

@@ -58,6 +58,10 @@ Status traffic_open(Traffic **traffic);
 /* Where all that comes down goes: fresh memory is made ready ahead of it. */
 void traffic_expect(Traffic *traffic, void *host, int64_t bytes);
 Status traffic_up(Traffic *traffic, const Box &box, void *device, void *stream);
+/* copy.cu: a box by box_upload, or by traffic_up where there is traffic. One that lies across goes
+ * up as it lies, and is turned on the device: the CPU would go through it a few bytes at a time,
+ * and does where there is no room for it twice, which is not looked for again. */
+Status box_bring(const Box &box, void *device, Stream *stream, Traffic *traffic, bool *has_room);
 /* Two may be begun: the next one waits for the end of the first. */
 Status traffic_begin_down(Traffic *traffic, const Box &box, void *device, void *stream);
 /* Waits until all of what was begun last is queued. */

@@ -187,6 +187,22 @@ def test_layouts(gpuops, part, layout, which):
     np.testing.assert_array_equal(out, x + y)
 
 
+@pytest.mark.parametrize("has_room", [True, False])
+def test_parts_that_lie_across_are_turned(in_any_order, fake, has_room):
+    """On the device, if it has room for one more; it is not asked again for each of them."""
+    gpuops, rows, columns = fake.gpuops, 3 * PART_BYTES // 4096, 1024
+    assert constant("copy.cu", "LEAST_TURNED_BYTES") <= PART_BYTES
+    x, y = filled_array((rows, columns), "i4"), filled_array((columns, rows), "i4", 1).T
+    gpuops.empty_cache(0)
+    fake.fake.leave_free((3 * BUFFERS + has_room) * PART_BYTES)
+    before = fake.fake.calls("cudaMallocFromPoolAsync")
+    count, found = launches(fake, lambda: gpuops.add(x, y))
+    same(found, x + y)
+    assert count == (6 if has_room else 3)
+    assert fake.fake.calls("cudaMallocFromPoolAsync") - before <= 4
+    fake.fake.set_memory_limit(DEVICE_BYTES)
+
+
 def test_gaps_of_out_stay_as_they_are(gpuops, part):
     shape = SHAPES["rows"](part)
     x = filled_array(shape, "i4")

@@ -10,6 +10,7 @@ import pytest
 from faults.sweep import FATAL, documented_codes
 from helpers import (
     constant,
+    launches,
     locked_by_somebody_else,
     numbers,
     read_only,
@@ -162,10 +163,9 @@ def across(layout, dtype, more=0):
     return base, ACROSS[layout](base)
 
 
-def launches_in(gpu, call):
-    before = 0 if gpu.fake is None else gpu.fake.calls("cudaLaunchKernel")
-    result = call()
-    return result, 0 if gpu.fake is None else gpu.fake.calls("cudaLaunchKernel") - before
+def launched(gpu, call):
+    """What a call returns, and how many kernels it launches, or None where nobody tells."""
+    return launches(gpu, call)[::-1] if gpu.fake is not None else (call(), None)
 
 
 @pytest.mark.parametrize("dtype", ["u1", "V3", "<f4", "c16"])
@@ -174,21 +174,20 @@ def launches_in(gpu, call):
 def test_axes_are_turned_on_the_gpu(gpu, gpuops, limited, layout, has_room, dtype):
     """Where it has memory for that; and else by the CPU."""
     base, x = across(layout, dtype)
-    launches = int(has_room and gpu.fake is not None)
-    some = 1000
+    some, expected = 1000, (None if gpu.fake is None else has_room)
     limited((1 + has_room) * x.nbytes + some)
-    d, launched = launches_in(gpu, lambda: gpuops.to_device(x))
-    assert launched == launches
+    d, count = launched(gpu, lambda: gpuops.to_device(x))
+    assert count == expected
     assert d.shape == x.shape and d.to_host().tobytes() == x.tobytes()
     if layout == "repeated":
         return
     out = np.zeros_like(base)
     limited(has_room * x.nbytes + some)
-    _, launched = launches_in(gpu, lambda: d.to_host(ACROSS[layout](out)))
-    assert launched == launches
-    expected = np.zeros_like(base)
-    ACROSS[layout](expected)[...] = x
-    assert out.tobytes() == expected.tobytes()
+    _, count = launched(gpu, lambda: d.to_host(ACROSS[layout](out)))
+    assert count == expected
+    right = np.zeros_like(base)
+    ACROSS[layout](right)[...] = x
+    assert out.tobytes() == right.tobytes()
 
 
 def test_which_axes_are_turned(fake):
@@ -201,9 +200,9 @@ def test_which_axes_are_turned(fake):
         (x, 1), (base, 0), (base[::2], 0), (base[:, ::2], 0), (long, 0),
         (long.T, 1), (wide.T, 0), (small.T, 1), (small[1:].T, 0), (base[:, 0], 0), (base[0], 0),
     ]  # fmt: skip
-    for source, launches in cases:
-        d, launched = launches_in(fake, lambda source=source: fake.gpuops.to_device(source))
-        assert launched == launches, (source.shape, source.strides)
+    for source, count in cases:
+        found, d = launches(fake, lambda source=source: fake.gpuops.to_device(source))
+        assert found == count, (source.shape, source.strides)
         assert d.to_host().tobytes() == source.tobytes()
 
 
