@@ -36,7 +36,7 @@ _MOST_DOT_BYTES = 16 << 10  # MOST_BYTES of csrc/matmul.c
 # as each is so much faster than all before it, up to some number; or as long as the best of them is
 # so much slower than expected, up to some time.
 _LEAST_RUNS, _MOST_RUNS = 3, 6
-_ENOUGH_SECONDS, _LONG_SECONDS, _STEADY = 3e-3, 30e-3, 0.8
+_ENOUGH_SECONDS, _LONG_SECONDS, _STEADY = 3e-3, 20e-3, 0.8
 
 _TASKS = "/proc/self/task"
 # OpenBLAS looks for work for some 100 ms, MKL for 200.
@@ -51,10 +51,8 @@ _TICKS = "/proc/stat"
 
 # What decides with how many threads NumPy multiplies, which GPU has which number, and whether
 # copies have page-locked buffers.
-_VARIABLES = (
-    "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS",
-    "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "GPUOPS_PINNED_LIMIT",
-)  # fmt: skip
+_THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS")
+_VARIABLES = (*_THREADS, "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "GPUOPS_PINNED_LIMIT")
 
 
 def calibrate(ordinal: int, work: str) -> None:
@@ -212,8 +210,17 @@ def _decoded(entry: bytes | None) -> dict[str, float]:
     return rates
 
 
+def _blas_threads() -> int:
+    """Return with how many threads a BLAS multiplies, as far as that is known."""
+    found = [len(os.sched_getaffinity(0))]
+    for name in _THREADS:
+        with contextlib.suppress(ValueError):
+            found.append(int(os.environ.get(name, "")))
+    return max(1, min(found))
+
+
 def _add_products(rates: dict[str, float]) -> None:
-    threads = len(os.sched_getaffinity(0))
+    threads = _blas_threads()
     alone = least = math.inf  # what one multiplication takes, with its addition
     for size, side in _SIDES.items():
         matrix, sums = numpy.ones((side, side), numpy.float32), side**3

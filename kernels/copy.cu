@@ -238,10 +238,6 @@ Status copy_on_device(const View *target, const View *source, Stream *stream)
 
 /* Views. */
 
-/* On an H200 a transposed array of 64 KiB is there in 30 us so, and in 45 by the CPU; one of 16 KiB
- * in 21, and in 20. */
-constexpr int64_t LEAST_TURNED_BYTES = 64 << 10;
-
 static int64_t view_bytes(const View *view)
 {
     return view_items(view) * view->item_bytes;
@@ -256,12 +252,6 @@ Status new_view(const View *like, Stream *stream, View *view)
     Status status = memory_allocate(stream, view_bytes(like), &view->memory);
     if (status == STATUS_OK) view->data = memory_data(view->memory);
     return status;
-}
-
-/* Whether the CPU would go through it a few bytes at a time. */
-static bool is_to_be_turned(const Box &box)
-{
-    return box_items(box) * box.item_bytes >= LEAST_TURNED_BYTES && box_lies_across(box);
 }
 
 /* With its axes in the order in which the one on the host lies. */
@@ -281,10 +271,11 @@ static bool lacks_memory(Status status)
             last_failure()->cuda_code == cudaErrorMemoryAllocation);
 }
 
-static Status send_up(const Box &box, void *device, Stream *stream, Traffic *traffic)
+static Status send_up(const Box &box, int64_t begin, int64_t end, void *device, Stream *stream,
+                      Traffic *traffic)
 {
     return traffic != NULL ? traffic_up(traffic, box, device, stream->handle)
-                           : box_upload(box, 0, box_items(box), device, stream->handle);
+                           : box_upload(box, begin, end, device, stream->handle);
 }
 
 static Status send_up_and_turn(const Box &box, void *device, Stream *stream, Traffic *traffic,
@@ -303,7 +294,8 @@ static Status send_up_and_turn(const Box &box, void *device, Stream *stream, Tra
     turn_as(&source, &target, &placed);
     Status status = new_view(&lying, stream, &there);
     *has_room = !lacks_memory(status);
-    if (status == STATUS_OK) status = send_up(box_of(&lying), there.data, stream, traffic);
+    if (status == STATUS_OK)
+        status = send_up(box_of(&lying), 0, box_items(box), there.data, stream, traffic);
     if (status == STATUS_OK) {
         status = copy_on_device(&placed, &there, stream);
         *has_room = !lacks_memory(status);
@@ -312,13 +304,15 @@ static Status send_up_and_turn(const Box &box, void *device, Stream *stream, Tra
     return status;
 }
 
-Status box_bring(const Box &box, void *device, Stream *stream, Traffic *traffic, bool *has_room)
+Status box_bring(const Box &box, int64_t begin, int64_t end, void *device, Stream *stream,
+                 Traffic *traffic, bool *has_room)
 {
-    if (*has_room && is_to_be_turned(box)) {
+    const bool is_whole = begin == 0 && end == box_items(box);
+    if (*has_room && is_whole && box_lies_across(box)) {
         const Status status = send_up_and_turn(box, device, stream, traffic, has_room);
         if (*has_room) return status;
     }
-    return send_up(box, device, stream, traffic);
+    return send_up(box, begin, end, device, stream, traffic);
 }
 
 /* A graph would read the memory of the host whenever it runs, and that may be gone by then. */
@@ -344,7 +338,8 @@ static Status upload(const View *target, const View *source, Stream *stream)
     /* It is the CPU that packs it, after what the stream is still to write there. */
     if (!view_is_packed(source) && (pinned_is_held(&use) || host_memory_is_pinned(source->data)))
         status = stream_drain(stream->handle);
-    if (status == STATUS_OK) status = box_bring(box, target->data, stream, NULL, &has_room);
+    if (status == STATUS_OK)
+        status = box_bring(box, 0, box_items(box), target->data, stream, NULL, &has_room);
     return even_so(status, [&] {
         Status last = STATUS_OK;
         if (pinned_is_held(&use) || host_memory_is_pinned(source->data))
@@ -481,7 +476,7 @@ static Status to_host_as_it_is(const View *target, const View *source, Stream *s
 /* What is to lie across is put in that order on the device, if there is memory for it. */
 static Status to_host(const View *target, const View *source, Stream *stream, Watch *watch)
 {
-    if (is_to_be_turned(box_of(target))) {
+    if (box_lies_across(box_of(target))) {
         View lying, there;
         turn_as(target, target, &lying);
         turn_as(target, source, &there);

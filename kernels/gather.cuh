@@ -135,11 +135,11 @@ Status open_device_gather(const Call *call, const Gather &gather, int64_t index_
                           DeviceGather *device, Memory **fill_row);
 void set_loops(const Gather &gather, DeviceGather *device, DeviceLoop *loops);
 
-/* The boxes of host memory that a table consists of; whether it goes up as it lies, and how much
- * of it; and the loops as they are on the device. */
+/* The boxes of host memory that a table consists of; how much of it goes up, as it lies where its
+ * rows share memory; and the loops as they are on the device. */
 Box table_box(const Gather &gather);
 Box table_span(const Gather &gather);
-bool goes_as_it_lies(const Gather &gather);
+bool rows_overlap(const Gather &gather);
 int64_t axis_places(const Gather &gather);
 int64_t packed_bytes(const Gather &gather);
 int64_t table_bytes(const Gather &gather);

@@ -137,7 +137,8 @@ struct Arena {
     int64_t looked;
     Memory *owned;
     Slab *slab;
-    bool is_over; /* no kernel is at work on the slab any more */
+    bool is_over;  /* no kernel is at work on the slab any more */
+    bool has_room; /* for more on the device, until it turns out that there is none */
     char *memory;
     int64_t bytes, used;
     Stream *owner;       /* of the memory's order */
@@ -242,19 +243,16 @@ Box table_span(const Gather &gather)
 }
 
 /* Rows that share memory, as in a sliding window, go up as they lie: packed, each would have a copy
- * of its own, and there may be more of them than any memory holds. So do those without gaps whose
- * elements lie among those of others, as in Fortran order, which the CPU would pick one by one. */
-bool goes_as_it_lies(const Gather &gather)
+ * of its own, and there may be more of them than any memory holds. */
+bool rows_overlap(const Gather &gather)
 {
-    if (gather.axis_ndim > 1) return false;
-    const int64_t lying = table_span(gather).item_bytes, packed = packed_bytes(gather);
-    return lying < packed || (lying == packed && box_lies_across(table_box(gather)));
+    return gather.axis_ndim <= 1 && table_span(gather).item_bytes < packed_bytes(gather);
 }
 
 int64_t table_bytes(const Gather &gather)
 {
     if (gather.is_in_place) return 0;
-    return goes_as_it_lies(gather) ? table_span(gather).item_bytes : packed_bytes(gather);
+    return rows_overlap(gather) ? table_span(gather).item_bytes : packed_bytes(gather);
 }
 
 /* The loops as they are on the device, where everything is packed, but for x if it is there as it
@@ -308,9 +306,10 @@ static Box box_of_bytes(const char *data, int64_t bytes)
     return {const_cast<char *>(data), bytes, 0, {}, {}};
 }
 
-static Status send_up(const Arena &arena, const Box &box, int64_t begin, int64_t end, char *place)
+static Status send_up(Arena *arena, const Box &box, int64_t begin, int64_t end, char *place)
 {
-    if (arena.slab == NULL) return box_upload(box, begin, end, place, arena.stream);
+    if (arena->slab == NULL)
+        return box_bring(box, begin, end, place, arena->owner, NULL, &arena->has_room);
     box_pack(box, place);
     return STATUS_OK;
 }
@@ -332,7 +331,7 @@ static Status check_all_indices(const Gather &gather, Arena *arena, int64_t coun
         const int64_t piece = count - done < most ? count - done : most;
         const Box box =
             box_of_bytes(gather.indices + done * gather.index_bytes, piece * gather.index_bytes);
-        status = send_up(*arena, box, 0, 1, arena->memory);
+        status = send_up(arena, box, 0, 1, arena->memory);
         if (status == STATUS_OK)
             status = launch_check(arena->memory, gather.index_dtype, done, piece, arena->report,
                                   arena->stream);
@@ -344,7 +343,7 @@ static Status gather_tile(Arena *arena, const Gather &gather)
 {
     const int64_t beside = bytes_beside_table(gather);
     const bool fits = aligned(table_bytes(gather)) + beside <= arena->bytes;
-    const bool as_it_lies = fits && (gather.is_in_place || goes_as_it_lies(gather));
+    const bool as_it_lies = fits && (gather.is_in_place || rows_overlap(gather));
     const Box packed_table = table_box(gather);
     const Box table = as_it_lies ? table_span(gather) : packed_table;
     const int64_t whole = box_items(table) * table.item_bytes;
@@ -372,11 +371,11 @@ static Status gather_tile(Arena *arena, const Gather &gather)
     device.x = as_it_lies ? x + (packed_table.base - table.base) : x;
     device.indices = device_indices;
 
-    Status status = send_up(*arena, indices, 0, box_items(indices), device_indices);
+    Status status = send_up(arena, indices, 0, box_items(indices), device_indices);
     if (status == STATUS_OK && gather.mode == MODE_FILL) {
         char *fill = arena_take(arena, device.row_bytes);
         device.fill = fill;
-        status = send_up(*arena, box_of_bytes(gather.fill, device.row_bytes), 0, 1, fill);
+        status = send_up(arena, box_of_bytes(gather.fill, device.row_bytes), 0, 1, fill);
     }
 
     const int64_t out_bytes = device.rows * device.row_bytes;
@@ -391,7 +390,7 @@ static Status gather_tile(Arena *arena, const Gather &gather)
         if (status != STATUS_OK) break;
         if (!gather.is_in_place && !same_table(*arena, table, begin, end)) {
             /* Parts of the axis are taken only where it is all that x consists of. */
-            status = send_up(*arena, table, fits ? 0 : begin, fits ? box_items(table) : end, x);
+            status = send_up(arena, table, fits ? 0 : begin, fits ? box_items(table) : end, x);
             arena->table = table;
             arena->table_begin = begin;
             arena->table_end = end;
@@ -504,6 +503,7 @@ static Status gather_on_current_device(const Call *call, Gather gather, int64_t 
     Arena arena = {};
     arena.call = call;
     arena.out_bytes = rows * gather.row_bytes;
+    arena.has_room = true;
     arena.owner = call->stream == NULL ? legacy_stream(call->device) : call->stream;
     arena.stream = arena.owner->handle;
     char *copy = NULL;

@@ -85,6 +85,7 @@ struct HostTable {
     Call *call;
     Gather gather;  /* with the indices of the host, if they are known there */
     bool is_locked; /* page-locked: the stream may still write to the table */
+    bool has_room;  /* for more on the device, until it turns out that there is none */
     int64_t index_count;
     GatherCase found;
     char *host_indices; /* a copy of ours, or NULL */
@@ -267,8 +268,8 @@ static Status gather_window(HostTable *table, int64_t begin, int64_t end, bool a
     const bool is_flat = window.axis_ndim > 1;
     const Lanes *lanes = table->lanes;
     Stream *compute = table->call->stream, *up = lanes != NULL ? lanes->up : compute;
-    Status status =
-        box_upload(box, is_flat ? begin : 0, is_flat ? end : box_items(box), buffer, up->handle);
+    Status status = box_bring(box, is_flat ? begin : 0, is_flat ? end : box_items(box), buffer, up,
+                              NULL, &table->has_room);
     /* The next window goes up where the one before this one was. */
     if (status == STATUS_OK && lanes != NULL) status = stream_wait(up, compute);
     if (status == STATUS_OK && lanes != NULL) status = stream_wait(compute, up);
@@ -321,7 +322,7 @@ static Status gather_windows(HostTable *table, bool *has_room)
     const Gather &gather = table->gather;
     const GatherCase &found = table->found;
     const bool fits = found.range_bytes <= found.room_bytes;
-    const bool as_it_lies = fits && goes_as_it_lies(gather);
+    const bool as_it_lies = fits && rows_overlap(gather);
     const int64_t first = gather.axis_ndim > 0 ? gather.first_place : 0;
     const int64_t places = axis_places(gather);
     const int64_t most = found.room_bytes / BUFFERS / ALIGNMENT * ALIGNMENT;
@@ -425,6 +426,7 @@ Status gather_host_table(Call *call, const Gather &gather, int64_t index_count)
     table.call = call;
     table.gather = gather;
     table.index_count = index_count;
+    table.has_room = true;
     PinnedUse use;
     pinned_hold(&call->inputs[0], &use);
     table.is_locked = pinned_is_held(&use) || host_memory_is_pinned(call->inputs[0].data);

@@ -272,8 +272,8 @@ static Status send_up_boxes(Pipeline *pipeline, int k, int64_t number)
     Status status = STATUS_OK;
     Box box;
     for (int i = 0; status == STATUS_OK && parts->find_box(parts, k, number, i, &box); i++) {
-        status =
-            box_bring(box, target, pipeline->lanes->up, pipeline->traffic, &pipeline->has_room);
+        status = box_bring(box, 0, box_items(box), target, pipeline->lanes->up, pipeline->traffic,
+                           &pipeline->has_room);
         target += box_items(box) * box.item_bytes;
     }
     return status;

@@ -66,10 +66,15 @@ static bool is_within_line(int64_t stride)
     return stride < CACHE_LINE_BYTES && stride > -CACHE_LINE_BYTES;
 }
 
+/* On an H200 a transposed array of 64 KiB is there in 30 us if it is turned there, and in 45 if the
+ * CPU does that; one of 16 KiB in 21, and in 20. */
+constexpr int64_t LEAST_TURNED_BYTES = 64 << 10;
+
 bool box_lies_across(const Box &box)
 {
     const int inner = box.ndim - 1;
-    if (inner < 1 || box.item_bytes >= CACHE_LINE_BYTES || is_within_line(box.strides[inner]))
+    if (inner < 1 || box.item_bytes >= CACHE_LINE_BYTES || is_within_line(box.strides[inner]) ||
+        box_items(box) * box.item_bytes < LEAST_TURNED_BYTES)
         return false;
     for (int i = 0; i < inner; i++)
         if (is_within_line(box.strides[i])) return true;

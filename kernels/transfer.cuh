@@ -16,8 +16,8 @@ struct Box {
 int64_t box_items(const Box &box);
 void box_append(Box *box, int64_t count, int64_t stride);
 Box box_of(const View *view);
-/* Whether items that follow one another lie in different lines of the cache, which they share with
- * such as come later. */
+/* Whether there are many items, and those that follow one another lie in different lines of the
+ * cache, which they share with such as come later. */
 bool box_lies_across(const Box &box);
 
 void box_pack(const Box &box, char *packed);
@@ -58,10 +58,12 @@ Status traffic_open(Traffic **traffic);
 /* Where all that comes down goes: fresh memory is made ready ahead of it. */
 void traffic_expect(Traffic *traffic, void *host, int64_t bytes);
 Status traffic_up(Traffic *traffic, const Box &box, void *device, void *stream);
-/* copy.cu: a box by box_upload, or by traffic_up where there is traffic. One that lies across goes
- * up as it lies, and is turned on the device: the CPU would go through it a few bytes at a time,
- * and does where there is no room for it twice, which is not looked for again. */
-Status box_bring(const Box &box, void *device, Stream *stream, Traffic *traffic, bool *has_room);
+/* copy.cu: the same as box_upload, or as traffic_up, of all items, where there is traffic. A box
+ * that lies across goes up as it lies, and is turned on the device: the CPU would go through it a
+ * few bytes at a time, and does where there is no room for it twice, which is not looked for again.
+ */
+Status box_bring(const Box &box, int64_t begin, int64_t end, void *device, Stream *stream,
+                 Traffic *traffic, bool *has_room);
 /* Two may be begun: the next one waits for the end of the first. */
 Status traffic_begin_down(Traffic *traffic, const Box &box, void *device, void *stream);
 /* Waits until all of what was begun last is queued. */

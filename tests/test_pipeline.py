@@ -191,7 +191,7 @@ def test_layouts(gpuops, part, layout, which):
 def test_parts_that_lie_across_are_turned(in_any_order, fake, has_room):
     """On the device, if it has room for one more; it is not asked again for each of them."""
     gpuops, rows, columns = fake.gpuops, 3 * PART_BYTES // 4096, 1024
-    assert constant("copy.cu", "LEAST_TURNED_BYTES") <= PART_BYTES
+    assert constant("transfer.cu", "LEAST_TURNED_BYTES") <= PART_BYTES
     x, y = filled_array((rows, columns), "i4"), filled_array((columns, rows), "i4", 1).T
     gpuops.empty_cache(0)
     fake.fake.leave_free((3 * BUFFERS + has_room) * PART_BYTES)

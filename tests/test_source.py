@@ -190,3 +190,14 @@ def test_the_package_imports_itself_relatively():
         if path.parent == ROOT / "gpuops" and path.suffix in (".py", ".pyi"):
             found = re.findall(r"^\s*(?:from|import) gpuops\b.*", path.read_text(), re.MULTILINE)
             assert found == [] or path.name == "__main__.py"
+
+
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md"])
+def test_rows_of_a_table_have_as_many_cells_as_its_head(name):
+    cells, problems = None, []
+    for number, line in enumerate((ROOT / name).read_text().splitlines(), 1):
+        found = len(re.findall(r"(?<!\\)\|", line)) if line.startswith("|") else None
+        if found is not None and cells not in (None, found):
+            problems.append(f"{name}:{number}: {found - 1} cells under a head of {cells - 1}")
+        cells = found if found is None or cells is None else cells
+    assert problems == []

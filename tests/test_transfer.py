@@ -143,7 +143,7 @@ def test_strided(gpuops, layout, dtype):
     assert base.tobytes() == expected.tobytes()
 
 
-LEAST_TURNED_BYTES = constant("copy.cu", "LEAST_TURNED_BYTES")
+LEAST_TURNED_BYTES = constant("transfer.cu", "LEAST_TURNED_BYTES")
 ACROSS = {
     "two axes": lambda x: x.T,
     "three axes": lambda x: x.reshape(4, 128, -1).transpose(2, 0, 1),
@@ -206,13 +206,32 @@ def test_which_axes_are_turned(fake):
         assert d.to_host().tobytes() == source.tobytes()
 
 
+@pytest.mark.parametrize("call", ["cudaMallocFromPoolAsync", "cudaLaunchKernel"])
+def test_no_memory_to_turn_axes(fake, call):
+    """A kernel's first launch takes some, too."""
+    base, x = across("two axes", "f4")
+    expected = np.ascontiguousarray(x)
+    number = 2 if call == "cudaMallocFromPoolAsync" else 1  # the first is for the result
+    fake.gpuops.empty_cache()
+    with fake.fake.fail(number, OUT_OF_MEMORY, "once", call) as fault:
+        d = fake.gpuops.to_device(x)
+    assert fault.reached
+    same(d.to_host(), expected)
+    base[...] = 0
+    with fake.fake.fail(1, OUT_OF_MEMORY, "once", "cudaLaunchKernel") as fault:
+        d.to_host(x)
+    assert fault.reached
+    same(np.ascontiguousarray(x), expected)
+
+
 def test_page_locked_axes_are_turned(in_any_order):
     """The call waits for the GPU, which reads and writes that memory itself."""
     gpuops = in_any_order.gpuops
     base, x = across("two axes", "f4")
     expected = np.ascontiguousarray(x)
     with gpuops.pin(base):
-        d = gpuops.to_device(x)
+        count, d = launches(in_any_order, lambda: gpuops.to_device(x))
+        assert count == 1
         base[...] = 0
         same(d.to_host(), expected)
         d.to_host(x)

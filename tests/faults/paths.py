@@ -593,9 +593,18 @@ def a_large_array_without_buffers(gpu):
 @path("arrays")
 def arrays_whose_axes_are_turned(gpu):
     with_small_sizes(gpu)
-    rows = constant("copy.cu", "LEAST_TURNED_BYTES") // (64 * 16)
+    rows = constant("transfer.cu", "LEAST_TURNED_BYTES") // (64 * 16)
     x, out = np.arange(64.0 * rows).reshape(rows, -1) + 1j, np.full((rows, 64), 77 + 7j)
     return Case(lambda: gpu.gpuops.to_device(x.T).to_host(out.T), [x, out], [out], "to_host")
+
+
+@path("add")
+def parts_whose_axes_are_turned(gpu):
+    with_small_sizes(gpu)
+    gpu.fake.set_part_bytes(constant("transfer.cu", "LEAST_TURNED_BYTES"))
+    x = np.arange(3 * 64 * 64).reshape(-1, 64) + 0j
+    y, out = np.asfortranarray(x + 1j), np.full_like(x, 77 + 7j)
+    return Case(lambda: gpu.gpuops.add(x, y, out=out, device="cuda"), [x, y, out], [out])
 
 
 @path("arrays")
