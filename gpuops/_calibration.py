@@ -216,7 +216,7 @@ def _blas_threads() -> int:
     for name in _THREADS:
         with contextlib.suppress(ValueError):
             found.append(int(os.environ.get(name, "")))
-    return max(1, min(found))
+    return min(count for count in found if count > 0)
 
 
 def _add_products(rates: dict[str, float]) -> None:

@@ -469,7 +469,8 @@ static Status open_arena(Arena *arena, int64_t wanted)
         status = device_memory_room(arena->owner->device, &room);
         if (status != STATUS_OK) return status;
         room -= room / 10;
-        if (arena->bytes > room) arena->bytes = room / ALIGNMENT * ALIGNMENT;
+        arena->has_room = arena->bytes <= room;
+        if (!arena->has_room) arena->bytes = room / ALIGNMENT * ALIGNMENT;
         if (arena->bytes < LEAST_ARENA_BYTES) arena->bytes = LEAST_ARENA_BYTES;
     }
     for (;;) {

@@ -329,6 +329,7 @@ static Status gather_windows(HostTable *table, bool *has_room)
     const int64_t whole = most / found.place_bytes; /* 0: one fits, but for the alignment */
     const int64_t step = fits ? places : whole > 0 ? whole : 1;
     const int count = fits ? 1 : BUFFERS;
+    table->has_room = fits; /* windows take it all */
     Status status = open_windows(table, fits ? found.range_bytes : step * found.place_bytes, count);
     *has_room = status != STATUS_MEMORY_ERROR;
     char *buffers = status == STATUS_OK ? memory_data(table->buffers) : NULL;

@@ -516,6 +516,17 @@ def without_the_first_buffer(fake, first, call):
     assert all(fault.reached for fault in faults)
 
 
+def test_parts_of_a_flat_table_that_lies_across(fake):
+    """They go up as they are asked for: it is a whole table that can be turned."""
+    x = numbers(2 * MEBI).view("f4").reshape(1024, 512).T
+    indices = positions(3000, x.size)
+    out = np.empty(3000, "f4")
+    without_the_first_buffer(
+        fake, 1, lambda: fake.gpuops.gather(x, indices, axis=None, out=out, device="cuda")
+    )
+    same(out, x.reshape(-1)[indices])
+
+
 def test_a_range_for_which_there_is_less_memory_than_there_seemed_to_be(fake):
     """Then it is read in place, from its first place on."""
     x = table_of(1 << 16, nbytes=4 * MEBI)

@@ -211,11 +211,12 @@ def test_no_memory_to_turn_axes(fake, call):
     """A kernel's first launch takes some, too."""
     base, x = across("two axes", "f4")
     expected = np.ascontiguousarray(x)
-    number = 2 if call == "cudaMallocFromPoolAsync" else 1  # the first is for the result
+    # The first memory is for the result, and what is refused is asked for again.
+    fault = (2, "from then on") if call == "cudaMallocFromPoolAsync" else (1, "once")
     fake.gpuops.empty_cache()
-    with fake.fake.fail(number, OUT_OF_MEMORY, "once", call) as fault:
-        d = fake.gpuops.to_device(x)
-    assert fault.reached
+    with fake.fake.fail(fault[0], OUT_OF_MEMORY, fault[1], call) as fault:
+        count, d = launches(fake, lambda: fake.gpuops.to_device(x))
+    assert fault.reached and count == (call == "cudaLaunchKernel")
     same(d.to_host(), expected)
     base[...] = 0
     with fake.fake.fail(1, OUT_OF_MEMORY, "once", "cudaLaunchKernel") as fault:
