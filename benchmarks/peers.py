@@ -22,8 +22,8 @@ from gpuops._calibration import come_to_rest
 class Contestant:
     """One way to compute a case: `call(*inputs)`, on inputs as `convert` makes them.
 
-    `clock` is "wall" for a call that is over when it returns, "again" for
-    one that comes right after others of its kind, "events" for the time of the work
+    `clock` is "wall" for a call that is over when it returns, "again" for one
+    that comes right after others of its kind, "events" for the time of the work
     that it queues on the GPU's default stream, "JAX's stream" for that of work on the stream that
     JAX keeps to itself, "queued" for what a call takes that only queues work, "told" for one that
     returns its time. `saved_bytes` are those that this way moves less than the others. `before` is

@@ -427,7 +427,6 @@ Status gather_host_table(Call *call, const Gather &gather, int64_t index_count)
     table.call = call;
     table.gather = gather;
     table.index_count = index_count;
-    table.has_room = true;
     PinnedUse use;
     pinned_hold(&call->inputs[0], &use);
     table.is_locked = pinned_is_held(&use) || host_memory_is_pinned(call->inputs[0].data);
