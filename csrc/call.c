@@ -739,6 +739,13 @@ static int new_result(State *state, Call *call, const Arguments *arguments, cons
     return 0;
 }
 
+static bool has_host_input(const Call *call)
+{
+    for (int i = 0; i < call->input_count; i++)
+        if (call->inputs[i].device == DEVICE_CPU) return true;
+    return false;
+}
+
 static PyObject *call_on_device(State *state, Call *call, Arguments *arguments,
                                 const Operand *leader, const Operand *like, Work *work)
 {
@@ -753,8 +760,10 @@ static PyObject *call_on_device(State *state, Call *call, Arguments *arguments,
         return NULL;
     }
     call->out_is_fresh = !given;
+    work->taken = (Candidate){.way = WAY_DEVICE, .device = call->device, .seconds = -1};
+    if (has_host_input(call)) route_estimate(call, WAY_DEVICE, call->device, &work->taken);
     Status status = progress_run(&work->progress, do_device_work, call);
-    note_device_route(call);
+    note_device_route(call->op, &work->taken);
     if (status != STATUS_OK) {
         raise_call_status(state, status, call, arguments);
     } else if (given) {
@@ -981,6 +990,7 @@ static int open_call(State *state, const Signature *signature, PyObject **values
     work->taken = (Candidate){.way = WAY_CPU, .device = DEVICE_CPU, .seconds = -1};
     progress_init(&work->progress, call->op->name);
     call->watch = &work->progress.watch;
+    call->taken = &work->taken;
     opened->stream = NULL;
 
     if (read_arguments(state, signature, values, call, arguments) < 0 ||
@@ -1047,15 +1057,29 @@ PyObject *call_operator(PyObject *module, int op, PyObject *const *args, Py_ssiz
     return call_operator(module, op, args, count, names);
 }
 
-/* As call_planned begins. */
+/* What call_planned and the functions that it calls look at before there is any work. */
+static int check_given(const Call *call, const Arguments *arguments)
+{
+    if (call->in_place) {
+        const int status = check_target(call->op->name, &arguments->out);
+        return status < 0 ? status : check_opaque(call, arguments);
+    }
+    if (arguments->out.object == NULL) return 0;
+    Operand like;
+    if (find_like(call, arguments, &like) < 0) return -1;
+    const int status =
+        check_output(call->op->name, &arguments->out, &call->out, &like, call->elementwise);
+    Py_XDECREF((PyObject *)like.descr);
+    return status;
+}
+
 static PyObject *explain_planned(State *state, Opened *opened, int *unmeasured)
 {
     Call *call = &opened->call;
     const Arguments *arguments = &opened->arguments;
     Status status = call->op->plan(call);
     if (status != STATUS_OK) return raise_call_status(state, status, call, arguments);
-    if (check_huge_integers(call, arguments) < 0) return NULL;
-    if (call->in_place && check_target(call->op->name, &arguments->out) < 0) return NULL;
+    if (check_huge_integers(call, arguments) < 0 || check_given(call, arguments) < 0) return NULL;
     if (opened->leader != NULL) return explain_on_device(call);
     const int wanted = call->stream != NULL ? call->device : opened->work.wanted_device;
     return explain_on_host(state, call, wanted, unmeasured);

@@ -256,7 +256,7 @@ int measure_machine(PyObject *module, int device, int op);
 /* For last_route: a call between host arrays that was begun at that time and is over now, and one
  * between arrays on a device. */
 void note_route(const Operator *op, const Candidate *candidate, uint64_t started);
-void note_device_route(const Call *call);
+void note_device_route(const Operator *op, const Candidate *candidate);
 void start_ticks(void); /* at import */
 
 /* A clock that takes a fifth of the time of the system's, which is a tenth of a small call. */

@@ -65,6 +65,7 @@ typedef struct Taken {
     Candidate candidate;
     bool is_over; /* the call has waited for the end of its work */
     uint64_t started, ended;
+    double seconds; /* the same, once somebody has asked; else negative */
 } Taken;
 static _Thread_local Taken last;
 
@@ -89,8 +90,11 @@ void start_ticks(void)
 static double last_seconds(void)
 {
     if (last.ended <= last.started) return 0;
+    if (last.seconds >= 0) return last.seconds;
     const double seconds = seconds_now() - first_seconds;
-    return (double)(last.ended - last.started) * seconds / (double)(ticks_now() - first_ticks);
+    last.seconds =
+        (double)(last.ended - last.started) * seconds / (double)(ticks_now() - first_ticks);
+    return last.seconds;
 }
 
 void note_route(const Operator *op, const Candidate *candidate, uint64_t started)
@@ -99,16 +103,14 @@ void note_route(const Operator *op, const Candidate *candidate, uint64_t started
     last.candidate = *candidate;
     last.is_over = true;
     last.started = started;
+    last.seconds = -1;
     last.ended = ticks_now();
 }
 
-void note_device_route(const Call *call)
+void note_device_route(const Operator *op, const Candidate *candidate)
 {
-    last.op = call->op->name;
-    last.candidate.way = WAY_DEVICE;
-    last.candidate.device = call->device;
-    last.candidate.bytes_up = last.candidate.bytes_down = 0;
-    last.candidate.seconds = -1;
+    last.op = op->name;
+    last.candidate = *candidate;
     last.is_over = false;
 }
 
@@ -174,18 +176,24 @@ PyObject *explain_on_device(const Call *call)
                          "the data are there");
 }
 
+/* Where the GPU was asked for; of a table in reach, gather takes the shorter way. */
+static int nearest_on_gpu(const Route *route)
+{
+    const Candidate *ways = route->candidates;
+    return route->count > 2 && ways[2].seconds < ways[1].seconds ? 2 : 1;
+}
+
 PyObject *explain_on_host(State *state, const Call *call, int wanted, int *unmeasured)
 {
     Choice choice = {.call = call, .device = DEVICE_AUTO};
-    Wanted device = {.wanted = wanted};
+    /* Under device="auto", the CPU has to be ready for what it may be given. */
+    Wanted device = {.wanted = wanted == DEVICE_AUTO ? DEVICE_CPU : wanted};
     Route *route = &choice.route;
     char text[64];
     const char *asked = words_of(wanted, text, sizeof text);
-    if (asked != NULL) {
-        Status status = without_gil(find_device, &device);
-        if (status != STATUS_OK) return raise_status(state, status, call->op->name, wanted);
-        if (device.device != DEVICE_CPU) choice.device = device.device;
-    }
+    Status status = without_gil(find_device, &device);
+    if (status != STATUS_OK) return raise_status(state, status, call->op->name, wanted);
+    if (device.device != DEVICE_CPU) choice.device = device.device;
     (void)without_gil(choose, &choice);
     if (unmeasured != NULL) {
         const bool is_alone = route->count == 1 && route->candidates[0].seconds < 0;
@@ -193,7 +201,8 @@ PyObject *explain_on_host(State *state, const Call *call, int wanted, int *unmea
         if (*unmeasured != DEVICE_AUTO) return NULL;
     }
     if (asked != NULL) {
-        route->chosen = device.device == DEVICE_CPU || route->count == 1 ? 0 : 1;
+        const bool on_cpu = device.device == DEVICE_CPU || route->count == 1;
+        route->chosen = on_cpu ? 0 : nearest_on_gpu(route);
         if (wanted != DEVICE_DEFAULT || route->chosen != 0) route->reason = asked;
     }
     PyObject *candidates = PyList_New(0);

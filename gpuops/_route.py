@@ -103,7 +103,10 @@ def explain(op: str | Callable[..., Any], /, *args: Any, **keywords: Any) -> Exp
 
     Notes
     -----
-    No memory for the result is made. Expected times come from a cost model, for which the machine
+    No memory for the result is made. What a call does with a table on the host may also depend on
+    its indices, and on the memory that is free on the GPU: `gather` may send no more up than the
+    range of places that is taken, and for an array on the GPU no more than the rows. `last_route`
+    tells. Expected times come from a cost model, for which the machine
     is measured once, by the first call of each kind of work that asks for it (of elements, rows,
     products or filters): that takes a fraction of a second, and is kept in the folder that
     GPUOPS_CACHE_DIR names.
@@ -116,8 +119,8 @@ def explain(op: str | Callable[..., Any], /, *args: Any, **keywords: Any) -> Exp
     ('cpu', 0)
     """
     name = op if isinstance(op, str) else getattr(op, "__name__", None)
-    if not isinstance(name, str):
-        raise TypeError(f"explain() takes an operator or its name first, not {op!r}")
+    if not isinstance(name, str) or op not in (name, getattr(_core, name, None)):
+        raise TypeError(f"explain() takes an operator of gpuops or its name first, not {op!r}")
     operator, candidates, chosen, reason = _core._explain(name, *args, **keywords)
     found = tuple(Candidate(*candidate) for candidate in candidates)
     return Explanation(operator, found[chosen], reason, found)
@@ -129,12 +132,13 @@ def last_route() -> Route | None:
     Returns
     -------
     Route or None
-        `operator`; `way`, `device`, `bytes_up` and `bytes_down` as in `explain`;
+        `operator`; `way`, `device`, `bytes_up` and `bytes_down` as in `explain`, but as they were:
+        'zero-copy' also where a table was read in place for an array on the GPU;
         `expected_seconds`, by the cost model, or None where nothing was expected: of a call on the
         CPU that nobody had to weigh, or before the machine is measured; and `elapsed_seconds`, from
-        when arguments were read and memory for the result was made to when the result was there,
-        or None of a call on arrays on a GPU, which does not wait for that. None where there was no
-        call.
+        when arguments were read and memory for the result was made to when the result, or the
+        exception, was there, or None of a call on arrays on a GPU, which does not wait for that.
+        None where there was no call.
 
     See Also
     --------

@@ -483,15 +483,17 @@ static Status open_arena(Arena *arena, int64_t wanted)
 }
 
 /* The parts of the table that go up, if not all of it does; result and indices come first. */
-static Status choose_parts(Gather *gather, int device, int64_t index_count, char **copy)
+static Status choose_parts(const Call *call, Gather *gather, int64_t index_count, char **copy)
 {
     GatherCase found;
     GatherPlan plan;
-    describe_case(gather, device, index_count, INT64_MAX, &found);
+    describe_case(gather, call->device, index_count, INT64_MAX, &found);
     if (found.table_bytes <= GATHER_LEAST_CHOICE_BYTES) return STATUS_OK;
     Status status = choose_way(gather, index_count, &found, &plan, copy);
-    gather->is_in_place = status == STATUS_OK && plan.way == GATHER_IN_PLACE;
-    return status;
+    if (status != STATUS_OK) return status;
+    gather->is_in_place = plan.way == GATHER_IN_PLACE;
+    route_note_table(call, gather->is_in_place, plan.bytes_up + found.index_bytes);
+    return STATUS_OK;
 }
 
 /* *is_over: no work is going on any more on the memory of the host. */
@@ -509,8 +511,7 @@ static Status gather_on_current_device(const Call *call, Gather gather, int64_t 
     arena.stream = arena.owner->handle;
     char *copy = NULL;
     Status status = STATUS_OK;
-    if (rows > 0 && gather.axis_size > 0)
-        status = choose_parts(&gather, call->device, index_count, &copy);
+    if (rows > 0 && gather.axis_size > 0) status = choose_parts(call, &gather, index_count, &copy);
     const int64_t whole = rows > 0 ? aligned(table_bytes(gather)) + bytes_beside_table(gather)
                                    : aligned(index_count * gather.index_bytes);
     if (status == STATUS_OK) status = open_arena(&arena, whole);

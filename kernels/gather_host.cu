@@ -345,10 +345,20 @@ static Status gather_windows(HostTable *table, bool *has_room)
     return close_windows(table, status);
 }
 
+/* Where threads gather the rows, the indices stay with them. */
+static void note_way(const HostTable &table, GatherPlan plan)
+{
+    const GatherCase &found = table.found;
+    const bool they_go = plan.way != GATHER_ON_HOST && !found.indices_on_device;
+    route_note_table(table.call, plan.way == GATHER_IN_PLACE,
+                     plan.bytes_up + (they_go ? found.index_bytes : 0));
+}
+
 /* Where a way finds less memory than there seemed to be, another one is taken that needs less; the
  * one on the host needs none. Nothing has been written by then. */
 static Status gather_by_the_way(HostTable *table, GatherPlan plan)
 {
+    note_way(*table, plan);
     if (plan.way == GATHER_ON_HOST) return gather_on_host(table);
     Status status = table->packed.data == NULL ? bring_indices(table) : STATUS_OK;
     Gather described = table->gather;
@@ -369,6 +379,7 @@ static Status gather_by_the_way(HostTable *table, GatherPlan plan)
         found->room_bytes /= 2;
         measure_range(table->gather, found);
         plan = gather_way(found);
+        note_way(*table, plan);
         if (plan.way == GATHER_IN_PLACE) return gather_in_place(table);
         if (plan.way == GATHER_ON_HOST) return gather_on_host(table);
     }

@@ -248,6 +248,9 @@ typedef struct Call {
     Dtype wanted;        /* of the result, where the caller named one; else OPAQUE */
     Watch *watch;        /* NULL: there is none */
     const View *given;   /* for the choice: where the caller wants the result, or NULL */
+    /* What is told of the call afterwards, or NULL. gather finds out itself what of a table on the
+     * host is to cross the bus. */
+    struct Candidate *taken;
 
     /* Where to work. */
     int device;
@@ -579,6 +582,8 @@ void route_choose(const Call *call, int device, Route *route, int *unmeasured);
 double route_units(const Call *call);
 /* One way, on a device that is known. */
 void route_estimate(const Call *call, RouteWay way, int device, Candidate *candidate);
+/* For call->taken: a table is read in place, or so many bytes go up with the indices. */
+void route_note_table(const Call *call, bool in_place, int64_t bytes_up);
 /* Whether work between host arrays on a device would be refused or disturb: a stream of it is
  * captured into a graph. */
 bool device_is_captured(int device);

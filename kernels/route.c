@@ -568,6 +568,7 @@ void route_estimate(const Call *call, RouteWay way, int device, Candidate *candi
     Weight weight;
     weigh(call, &weight);
     const WorkKind work = call->op->work;
+    weight.is_reachable = way == WAY_ZERO_COPY;
     candidate->way = way;
     candidate->device = device;
     estimate(call, &weight,
@@ -578,6 +579,24 @@ void route_estimate(const Call *call, RouteWay way, int device, Candidate *candi
     if (way != WAY_DEVICE) return;
     candidate->bytes_up -= call->in_place ? candidate->bytes_down : 0;
     candidate->bytes_down = 0;
+}
+
+void route_note_table(const Call *call, bool in_place, int64_t bytes_up)
+{
+    Candidate *taken = call->taken, found;
+    if (taken == NULL) return;
+    if (!in_place) {
+        if (taken->way == WAY_ZERO_COPY) taken->way = WAY_CUDA;
+        taken->bytes_up = bytes_up;
+        return;
+    }
+    if (taken->way == WAY_ZERO_COPY) return; /* as it was expected */
+    route_estimate(call, WAY_ZERO_COPY, taken->device, &found);
+    if (taken->way == WAY_DEVICE) { /* where the result stays */
+        found.bytes_down = 0;
+        found.seconds = -1;
+    }
+    *taken = found;
 }
 
 static void add_candidate(const Call *call, const Weight *weight, const double *rates, RouteWay way,

@@ -205,6 +205,48 @@ def test_keyboard_interrupt_behind_a_long_kernel(fake, name):
     assert run_child(fake.gpuops, source, GPUOPS_DEVICE="cuda:0") == "done\n"
 
 
+# The signals come at any moment of copies through rings, which end before the exception is raised.
+RINGS = """
+from pathlib import Path
+from faults.fake import Fake
+fake = Fake(Path(gpuops.__path__[0]).parent / "cudart")
+gpuops.empty_cache()
+fake.set_ring_divisor(16)
+large, out = np.arange(1 << 20), np.zeros(1 << 20, int)
+interrupts, times = 0, random.Random(0)
+
+def interrupt(*_):
+    raise KeyboardInterrupt
+
+signal.signal(signal.SIGALRM, interrupt)
+chunks = fake.calls("cudaMemcpyAsync")
+for _ in range(40):
+    try:
+        signal.setitimer(signal.ITIMER_REAL, times.uniform(1e-4, 0.03))
+        begin = time.monotonic()
+        while time.monotonic() < begin + 10:
+            there = gpuops.to_device(large)
+            assert there.to_host(out) is out and (out == large).all()
+            there.fill(0)
+            out[...] = 0
+    except KeyboardInterrupt:
+        interrupts += 1
+assert interrupts == 40
+assert fake.calls("cudaMemcpyAsync") - chunks > 40 * 20
+del there
+gc.collect()
+gpuops.synchronize()
+assert gpuops.memory_info().used == 0 and fake.take_misuse() == ""
+assert (gpuops.to_device(large).to_host() == large).all()
+all_is_well()
+print("done")
+"""
+
+
+def test_keyboard_interrupt_of_copies_through_rings(fake):
+    assert run_child(fake.gpuops, BEGIN + RINGS, GPUOPS_DEVICE="cuda:0") == "done\n"
+
+
 # The page-locked memory that a small copy was to go through is not for the next one.
 SMALL_COPIES = """
 from pathlib import Path
