@@ -324,10 +324,20 @@ Status refuse_host_in_capture(void)
                 "capture");
 }
 
+/* Whether a copy up ends after what is queued on the stream. Of short ones nobody asks: that would
+ * be a part of the time that they take. */
+static bool ends_behind_others(const View *source, const PinnedUse &use)
+{
+    constexpr int64_t SHORT_BYTES = 64 << 10;
+    const int64_t bytes = view_bytes(source);
+    return pinned_is_held(&use) || bytes > ring_bytes() ||
+           (bytes >= SHORT_BYTES && host_memory_is_pinned(source->data));
+}
+
 /* If the source is page-locked memory, a copy of it may still be on its way when the driver
  * returns, also where a later one has failed; of any other memory the driver has taken a copy by
  * then. */
-static Status upload(const View *target, const View *source, Stream *stream)
+static Status upload(const View *target, const View *source, Stream *stream, Watch *watch)
 {
     if (stream_is_capturing(stream)) return refuse_host_in_capture();
     const Box box = box_of(source);
@@ -335,6 +345,15 @@ static Status upload(const View *target, const View *source, Stream *stream)
     pinned_hold(source, &use);
     bool has_room = true;
     Status status = STATUS_OK;
+    /* Nobody could call it back until then. */
+    if (watch != NULL && ends_behind_others(source, use)) {
+        status = stream_await(stream, watch);
+        if (runtime_is_forked()) return status;
+        if (status != STATUS_OK) {
+            pinned_let_go(&use, stream->device, true);
+            return status;
+        }
+    }
     /* It is the CPU that packs it, after what the stream is still to write there. */
     if (!view_is_packed(source) && (pinned_is_held(&use) || host_memory_is_pinned(source->data)))
         status = stream_drain(stream->handle);
@@ -360,7 +379,7 @@ Status pack_on_device(const View *source, Stream *stream, View *packed)
     if (view_bytes(source) == 0)
         ;
     else if (source->device == DEVICE_CPU)
-        status = upload(packed, source, stream);
+        status = upload(packed, source, stream, NULL);
     else if (source->device == stream->device)
         status = copy_on_device(packed, source, stream);
     else
@@ -402,10 +421,10 @@ static Status copy_between_devices(const View *target, const View *source, Strea
     return status;
 }
 
-static Status to_device(const View *target, const View *source, Stream *stream)
+static Status to_device(const View *target, const View *source, Stream *stream, Watch *watch)
 {
     if (view_is_packed(target))
-        return source->device == DEVICE_CPU ? upload(target, source, stream)
+        return source->device == DEVICE_CPU ? upload(target, source, stream, watch)
                                             : copy_between_devices(target, source, stream);
     View packed;
     Status status = pack_on_device(source, stream, &packed);
@@ -501,7 +520,7 @@ static Status copy_in_order(const View *target, const View *source, Stream *stre
     else if (source->device == target->device)
         status = copy_on_device(target, source, stream);
     else
-        status = to_device(target, source, stream);
+        status = to_device(target, source, stream, watch);
     if (runtime_is_forked()) return status;
     /* What was queued before a failure, or is not waited for any more, still reads. */
     if (!from_host) status = even_so(status, [&] { return end_reading(source, stream); });

@@ -342,7 +342,7 @@ static struct {
     int64_t bytes; /* of all rings, idle or lent */
 } rings = {PTHREAD_MUTEX_INITIALIZER, {}, 0};
 
-static int64_t ring_bytes(void)
+int64_t ring_bytes(void)
 {
     return RING_BUFFERS * BUFFER_BYTES;
 }

@@ -28,6 +28,8 @@ void copy_items(char *target, int64_t target_stride, const char *source, int64_t
                 int64_t count, int64_t item_bytes);
 
 #ifdef __CUDACC__
+/* A longer copy up waits for what is queued before it. */
+int64_t ring_bytes(void);
 Status copy_to_device(void *device, const void *host, int64_t bytes, void *stream);
 Status copy_to_host(void *host, const void *device, int64_t bytes, void *stream);
 Status copy_within_device(void *target, const void *source, int64_t bytes, void *stream);

@@ -121,7 +121,7 @@ def test_keyboard_interrupt_of_a_wait(gpu, name):
 # The GPU is at work for much longer than anybody has to wait for the exception. What is queued is
 # done all the same, in its order, and whoever waits once more finds it so.
 BEHIND_A_LONG_KERNEL = """
-import copy, pickle
+import copy, functools, pickle
 from pathlib import Path
 from faults.fake import Fake
 fake = Fake(Path(gpuops.__path__[0]).parent / "cudart")
@@ -149,6 +149,7 @@ def work():
         event = gpuops.Event(blocking_sync=BLOCKING)
         event.record()
     gpuops.gather(source, bad, out=out, stream=stream)
+    to_device = functools.partial(gpuops.to_device, stream=stream)
     late = interrupted(lambda: WAIT)
     assert late < SECONDS - 0.5, f"{late:.2f} s"
     assert not stream.query() and not event.query()
@@ -194,6 +195,9 @@ LONG_WAITS = {
     "pickle": "pickle.dumps(result)",
     "deepcopy": "copy.deepcopy(result)",
     "DLPack": "np.from_dlpack(result, device='cpu')",
+    "to_device of page-locked memory": "to_device(gpuops.pinned_empty(1 << 13))",
+    "to_device of an array that is pinned": "(gpuops.pin(x), to_device(x))",
+    "to_device of more than a ring": "fake.set_ring_divisor(256) or to_device(x)",
     "a call between host arrays": "gpuops.gather(x, indices, stream=stream)",
 }
 
