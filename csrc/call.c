@@ -739,10 +739,13 @@ static int new_result(State *state, Call *call, const Arguments *arguments, cons
     return 0;
 }
 
+/* A number goes with the arguments of an element-wise kernel. */
 static bool has_host_input(const Call *call)
 {
-    for (int i = 0; i < call->input_count; i++)
-        if (call->inputs[i].device == DEVICE_CPU) return true;
+    for (int i = 0; i < call->input_count; i++) {
+        const View *input = &call->inputs[i];
+        if (input->device == DEVICE_CPU && (input->ndim > 0 || !call->elementwise)) return true;
+    }
     return false;
 }
 

@@ -186,14 +186,13 @@ static int nearest_on_gpu(const Route *route)
 PyObject *explain_on_host(State *state, const Call *call, int wanted, int *unmeasured)
 {
     Choice choice = {.call = call, .device = DEVICE_AUTO};
-    /* Under device="auto", the CPU has to be ready for what it may be given. */
-    Wanted device = {.wanted = wanted == DEVICE_AUTO ? DEVICE_CPU : wanted};
+    Wanted device = {.wanted = wanted};
     Route *route = &choice.route;
     char text[64];
     const char *asked = words_of(wanted, text, sizeof text);
-    Status status = without_gil(find_device, &device);
+    Status status = asked == NULL ? STATUS_OK : without_gil(find_device, &device);
     if (status != STATUS_OK) return raise_status(state, status, call->op->name, wanted);
-    if (device.device != DEVICE_CPU) choice.device = device.device;
+    if (asked != NULL && device.device != DEVICE_CPU) choice.device = device.device;
     (void)without_gil(choose, &choice);
     if (unmeasured != NULL) {
         const bool is_alone = route->count == 1 && route->candidates[0].seconds < 0;
@@ -204,6 +203,11 @@ PyObject *explain_on_host(State *state, const Call *call, int wanted, int *unmea
         const bool on_cpu = device.device == DEVICE_CPU || route->count == 1;
         route->chosen = on_cpu ? 0 : nearest_on_gpu(route);
         if (wanted != DEVICE_DEFAULT || route->chosen != 0) route->reason = asked;
+    }
+    if (asked == NULL && route->chosen == 0) { /* the CPU, which may be set up wrongly */
+        device.wanted = DEVICE_CPU;
+        status = without_gil(find_device, &device);
+        if (status != STATUS_OK) return raise_status(state, status, call->op->name, wanted);
     }
     PyObject *candidates = PyList_New(0);
     for (int i = 0; i < route->count && candidates != NULL; i++) {

@@ -78,7 +78,7 @@ def explain(op: str | Callable[..., Any], /, *args: Any, **keywords: Any) -> Exp
         An operator of gpuops, such as ``gpuops.gather``, or its name.
     *args, **keywords
         Its arguments, as the call would have them. They are checked as the call checks them, but
-        for the values of indices.
+        for the values of indices and of numbers that have to be cast.
 
     Returns
     -------
@@ -106,10 +106,11 @@ def explain(op: str | Callable[..., Any], /, *args: Any, **keywords: Any) -> Exp
     No memory for the result is made. What a call does with a table on the host may also depend on
     its indices, and on the memory that is free on the GPU: `gather` may send no more up than the
     range of places that is taken, and for an array on the GPU no more than the rows. `last_route`
-    tells. Expected times come from a cost model, for which the machine
-    is measured once, by the first call of each kind of work that asks for it (of elements, rows,
-    products or filters): that takes a fraction of a second, and is kept in the folder that
-    GPUOPS_CACHE_DIR names.
+    tells.
+
+    Expected times come from a cost model, for which the machine is measured once, by the first call
+    of each kind of work that asks for it (of elements, rows, products or filters): that takes a
+    fraction of a second, and is kept in the folder that GPUOPS_CACHE_DIR names.
 
     Examples
     --------
@@ -132,8 +133,9 @@ def last_route() -> Route | None:
     Returns
     -------
     Route or None
-        `operator`; `way`, `device`, `bytes_up` and `bytes_down` as in `explain`, but as they were:
-        'zero-copy' also where a table was read in place for an array on the GPU;
+        `operator`; `way`, `device`, `bytes_up` and `bytes_down` as in `explain`, but as they were,
+        without indices that came down: 'zero-copy' also where a table was read in place for an
+        array on the GPU;
         `expected_seconds`, by the cost model, or None where nothing was expected: of a call on the
         CPU that nobody had to weigh, or before the machine is measured; and `elapsed_seconds`, from
         when arguments were read and memory for the result was made to when the result, or the

@@ -324,8 +324,8 @@ Status refuse_host_in_capture(void)
                 "capture");
 }
 
-/* Whether a copy up ends after what is queued on the stream. Of short ones nobody asks: that would
- * be a part of the time that they take. */
+/* Whether a copy up of an array without gaps ends after what is queued on the stream. Of short ones
+ * nobody asks: that would be a part of the time that they take. */
 static bool ends_behind_others(const View *source, const PinnedUse &use)
 {
     constexpr int64_t SHORT_BYTES = 64 << 10;

@@ -488,7 +488,10 @@ static Status choose_parts(const Call *call, Gather *gather, int64_t index_count
     GatherCase found;
     GatherPlan plan;
     describe_case(gather, call->device, index_count, INT64_MAX, &found);
-    if (found.table_bytes <= GATHER_LEAST_CHOICE_BYTES) return STATUS_OK;
+    if (found.table_bytes <= GATHER_LEAST_CHOICE_BYTES) {
+        route_note_table(call, false, found.table_bytes + found.index_bytes);
+        return STATUS_OK;
+    }
     Status status = choose_way(gather, index_count, &found, &plan, copy);
     if (status != STATUS_OK) return status;
     gather->is_in_place = plan.way == GATHER_IN_PLACE;

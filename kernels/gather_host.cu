@@ -345,11 +345,12 @@ static Status gather_windows(HostTable *table, bool *has_room)
     return close_windows(table, status);
 }
 
-/* Where threads gather the rows, the indices stay with them. */
+/* Where threads gather the rows, the indices stay with them, unless another way was tried first. */
 static void note_way(const HostTable &table, GatherPlan plan)
 {
     const GatherCase &found = table.found;
-    const bool they_go = plan.way != GATHER_ON_HOST && !found.indices_on_device;
+    const bool they_stay = plan.way == GATHER_ON_HOST && table.packed.data == NULL;
+    const bool they_go = !they_stay && !found.indices_on_device;
     route_note_table(table.call, plan.way == GATHER_IN_PLACE,
                      plan.bytes_up + (they_go ? found.index_bytes : 0));
 }

@@ -569,6 +569,7 @@ void route_estimate(const Call *call, RouteWay way, int device, Candidate *candi
     weigh(call, &weight);
     const WorkKind work = call->op->work;
     weight.is_reachable = way == WAY_ZERO_COPY;
+    if (weight.is_reachable) find_locked(call, &weight);
     candidate->way = way;
     candidate->device = device;
     estimate(call, &weight,
@@ -586,7 +587,7 @@ void route_note_table(const Call *call, bool in_place, int64_t bytes_up)
     Candidate *taken = call->taken, found;
     if (taken == NULL) return;
     if (!in_place) {
-        if (taken->way == WAY_ZERO_COPY) taken->way = WAY_CUDA;
+        if (taken->way == WAY_ZERO_COPY) route_estimate(call, WAY_CUDA, taken->device, taken);
         taken->bytes_up = bytes_up;
         return;
     }
@@ -643,6 +644,18 @@ static const char *pick(const Call *call, Route *route)
     return "expected to be the fastest";
 }
 
+/* Of an array that counts as flat, all places have to be as far apart for a kernel to find them. */
+static bool has_one_stride(const Call *call, const View *table)
+{
+    int64_t reach = 0; /* of the axes within this one */
+    for (int i = table->ndim - 1; i >= 0 && call->axis_is_none; i--) {
+        if (table->shape[i] == 1) continue;
+        if (reach != 0 && table->strides[i] != reach) return false;
+        reach = table->shape[i] * table->strides[i];
+    }
+    return true;
+}
+
 void route_choose(const Call *call, int device, Route *route, int *unmeasured)
 {
     const WorkKind work = call->op->work;
@@ -660,8 +673,9 @@ void route_choose(const Call *call, int device, Route *route, int *unmeasured)
         return;
     }
     const double *rates = rates_of(device, work);
+    const View *table = &call->inputs[0];
     weight.is_reachable = call->own_transfer && weight.table > GATHER_LEAST_CHOICE_BYTES &&
-                          view_is_in_reach(&call->inputs[0]);
+                          has_one_stride(call, table) && view_is_in_reach(table);
     find_locked(call, &weight);
     add_candidate(call, &weight, rates, WAY_CPU, DEVICE_CPU, route);
     add_candidate(call, &weight, rates, WAY_CUDA, device, route);

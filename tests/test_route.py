@@ -405,6 +405,15 @@ assert gpuops.last_route()[5:] == (None, None)
 assert taken(locked, there, out=out) == ("zero-copy", 100 * 64, 0)
 assert taken(table, many, out=gpuops.empty(1 << 20, "f4")) == ("device", 12 << 20, 0)
 assert taken(table[:9000], few, out=out) == ("device", 800 + 4 * 9000, 0)
+# What is there many times goes up once; and flat, this one cannot be read in place.
+x = np.broadcast_to(locked[:1000], (10_000, 1000))
+gpuops.gather(x, few, device="cuda")
+assert gpuops.last_route()[1:5] == ("cuda", "cuda:0", 800 + 4000, 400_000)
+for width, way, up in [(1024, "zero-copy", 100 * 64), (1000, "cuda", 4 * 1024 * 500)]:
+    x = locked.reshape(1024, 1024)[:, :width:2]
+    assert gpuops.explain("take", x, few, device="cuda").chosen.way == way
+    assert (gpuops.take(x, few, device="cuda") == x.take(few)).all()
+    assert gpuops.last_route()[1:4] == (way, "cuda:0", 800 + up), gpuops.last_route()
 # Where there is less memory than there seemed to be, it may end in place.
 out = gpuops.empty(1 << 20, "f4")
 there = gpuops.to_device(many)
