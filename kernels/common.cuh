@@ -258,7 +258,7 @@ Status end_writing(const View *view, Stream *stream);
  * same with a copy of the elements, from wherever they are. The memory is the caller's to release.
  */
 Status new_view(const View *like, Stream *stream, View *view);
-Status pack_on_device(const View *source, Stream *stream, View *packed);
+Status pack_on_device(const View *source, Stream *stream, View *packed, Watch *watch = NULL);
 /* Copies between arrays on the stream's device, which is current. */
 Status copy_on_device(const View *target, const View *source, Stream *stream);
 /* The failure of work on a captured stream that an array on the host takes part in. */
@@ -367,6 +367,7 @@ Status stream_drain(void *stream);
  * watch, if there is one, is asked now and then whether to go on. STATUS_INTERRUPTED: it is not to,
  * and what is queued goes on without the caller. */
 Status stream_await(Stream *stream, Watch *watch);
+Status event_await(cudaEvent_t event, int device, Watch *watch);
 /* pipeline.cu: asks whether to go on, and makes the device current again after that. Without
  * bytes there is nothing to tell of. */
 Status ask_watch(Watch *watch, int device, int64_t done_bytes, int64_t bytes);

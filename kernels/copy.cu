@@ -272,14 +272,14 @@ static bool lacks_memory(Status status)
 }
 
 static Status send_up(const Box &box, int64_t begin, int64_t end, void *device, Stream *stream,
-                      Traffic *traffic)
+                      Traffic *traffic, Watch *watch)
 {
     return traffic != NULL ? traffic_up(traffic, box, device, stream->handle)
-                           : box_upload(box, begin, end, device, stream->handle);
+                           : box_upload(box, begin, end, device, stream->handle, watch);
 }
 
 static Status send_up_and_turn(const Box &box, void *device, Stream *stream, Traffic *traffic,
-                               bool *has_room)
+                               bool *has_room, Watch *watch)
 {
     View source = {}, target, lying, placed, there;
     source.data = box.base;
@@ -295,7 +295,7 @@ static Status send_up_and_turn(const Box &box, void *device, Stream *stream, Tra
     Status status = new_view(&lying, stream, &there);
     *has_room = !lacks_memory(status);
     if (status == STATUS_OK)
-        status = send_up(box_of(&lying), 0, box_items(box), there.data, stream, traffic);
+        status = send_up(box_of(&lying), 0, box_items(box), there.data, stream, traffic, watch);
     if (status == STATUS_OK) {
         status = copy_on_device(&placed, &there, stream);
         *has_room = !lacks_memory(status);
@@ -305,14 +305,14 @@ static Status send_up_and_turn(const Box &box, void *device, Stream *stream, Tra
 }
 
 Status box_bring(const Box &box, int64_t begin, int64_t end, void *device, Stream *stream,
-                 Traffic *traffic, bool *has_room)
+                 Traffic *traffic, bool *has_room, Watch *watch)
 {
     const bool is_whole = begin == 0 && end == box_items(box);
     if (*has_room && is_whole && box_lies_across(box)) {
-        const Status status = send_up_and_turn(box, device, stream, traffic, has_room);
+        const Status status = send_up_and_turn(box, device, stream, traffic, has_room, watch);
         if (*has_room) return status;
     }
-    return send_up(box, begin, end, device, stream, traffic);
+    return send_up(box, begin, end, device, stream, traffic, watch);
 }
 
 /* A graph would read the memory of the host whenever it runs, and that may be gone by then. */
@@ -324,14 +324,13 @@ Status refuse_host_in_capture(void)
                 "capture");
 }
 
-/* Whether a copy up of an array without gaps ends after what is queued on the stream. Of short ones
- * nobody asks: that would be a part of the time that they take. */
+/* Whether a copy up ends after what is queued on the stream. Of what is short and has no gaps
+ * nobody asks: that would be a part of the time that it takes. */
 static bool ends_behind_others(const View *source, const PinnedUse &use)
 {
     constexpr int64_t SHORT_BYTES = 64 << 10;
-    const int64_t bytes = view_bytes(source);
-    return pinned_is_held(&use) || bytes > ring_bytes() ||
-           (bytes >= SHORT_BYTES && host_memory_is_pinned(source->data));
+    return pinned_is_held(&use) || !upload_is_queued(box_of(source)) ||
+           (view_bytes(source) >= SHORT_BYTES && host_memory_is_pinned(source->data));
 }
 
 /* If the source is page-locked memory, a copy of it may still be on its way when the driver
@@ -358,7 +357,8 @@ static Status upload(const View *target, const View *source, Stream *stream, Wat
     if (!view_is_packed(source) && (pinned_is_held(&use) || host_memory_is_pinned(source->data)))
         status = stream_drain(stream->handle);
     if (status == STATUS_OK)
-        status = box_bring(box, 0, box_items(box), target->data, stream, NULL, &has_room);
+        status = box_bring(box, 0, box_items(box), target->data, stream, NULL, &has_room, watch);
+    if (runtime_is_forked()) return status;
     return even_so(status, [&] {
         Status last = STATUS_OK;
         if (pinned_is_held(&use) || host_memory_is_pinned(source->data))
@@ -370,7 +370,7 @@ static Status upload(const View *target, const View *source, Stream *stream, Wat
 
 static Status copy_between_devices(const View *target, const View *source, Stream *stream);
 
-Status pack_on_device(const View *source, Stream *stream, View *packed)
+Status pack_on_device(const View *source, Stream *stream, View *packed, Watch *watch)
 {
     if (source->device == DEVICE_CPU && stream_is_capturing(stream))
         return refuse_host_in_capture();
@@ -379,7 +379,7 @@ Status pack_on_device(const View *source, Stream *stream, View *packed)
     if (view_bytes(source) == 0)
         ;
     else if (source->device == DEVICE_CPU)
-        status = upload(packed, source, stream, NULL);
+        status = upload(packed, source, stream, watch);
     else if (source->device == stream->device)
         status = copy_on_device(packed, source, stream);
     else
@@ -427,7 +427,7 @@ static Status to_device(const View *target, const View *source, Stream *stream, 
         return source->device == DEVICE_CPU ? upload(target, source, stream, watch)
                                             : copy_between_devices(target, source, stream);
     View packed;
-    Status status = pack_on_device(source, stream, &packed);
+    Status status = pack_on_device(source, stream, &packed, watch);
     if (status != STATUS_OK) return status;
     status = copy_on_device(target, &packed, stream);
     memory_release(packed.memory);
@@ -522,9 +522,9 @@ static Status copy_in_order(const View *target, const View *source, Stream *stre
     else
         status = to_device(target, source, stream, watch);
     if (runtime_is_forked()) return status;
-    /* What was queued before a failure, or is not waited for any more, still reads. */
+    /* What was queued before a failure, or is not waited for any more, still reads and writes. */
     if (!from_host) status = even_so(status, [&] { return end_reading(source, stream); });
-    if (status == STATUS_OK && !to_host_too) status = end_writing(target, stream);
+    if (!to_host_too) status = even_so(status, [&] { return end_writing(target, stream); });
     return status;
 }
 

@@ -210,7 +210,8 @@ static Status gather_on_host(HostTable *table)
     gather->fill = fill;
     MadeRows rows;
     open_rows(&rows, gather);
-    status = made_upload(make_rows, &rows, bytes, call->out.data, call->stream->handle);
+    status =
+        made_upload(make_rows, &rows, bytes, call->out.data, call->stream->handle, call->watch);
     if (status == STATUS_OK) status = note_on_device(*table, rows);
     pthread_mutex_destroy(&rows.lock);
     free(fill);
@@ -269,7 +270,7 @@ static Status gather_window(HostTable *table, int64_t begin, int64_t end, bool a
     const Lanes *lanes = table->lanes;
     Stream *compute = table->call->stream, *up = lanes != NULL ? lanes->up : compute;
     Status status = box_bring(box, is_flat ? begin : 0, is_flat ? end : box_items(box), buffer, up,
-                              NULL, &table->has_room);
+                              NULL, &table->has_room, table->call->watch);
     /* The next window goes up where the one before this one was. */
     if (status == STATUS_OK && lanes != NULL) status = stream_wait(up, compute);
     if (status == STATUS_OK && lanes != NULL) status = stream_wait(compute, up);
@@ -413,7 +414,8 @@ static Status find_way(HostTable *table, GatherPlan *plan)
     *plan = gather_way(&table->found);
     if (plan->way == GATHER_IN_PLACE) return STATUS_OK;
     /* Where the CPU reads the table, that comes after what is still to be written there. */
-    Status status = table->is_locked ? stream_drain(table->call->stream->handle) : STATUS_OK;
+    Status status =
+        table->is_locked ? stream_await(table->call->stream, table->call->watch) : STATUS_OK;
     const bool is_small = table->found.table_bytes <= GATHER_LEAST_CHOICE_BYTES;
     if (status != STATUS_OK || is_small || plan->way == GATHER_ON_HOST) return status;
     int64_t room = 0;
@@ -444,13 +446,14 @@ Status gather_host_table(Call *call, const Gather &gather, int64_t index_count)
     table.is_locked = pinned_is_held(&use) || host_memory_is_pinned(call->inputs[0].data);
     GatherPlan plan;
     Status status = find_way(&table, &plan);
-    if (status == STATUS_OK) status = gather_by_the_way(&table, plan);
+    const bool is_begun = status == STATUS_OK;
+    if (is_begun) status = gather_by_the_way(&table, plan);
     if (runtime_is_forked()) return status;
     return even_so(status, [&] {
         Status last = STATUS_OK;
         /* Of a table that somebody else has locked in part, the range may be locked. */
-        if (table.is_locked || pinned_is_held(&use) ||
-            host_memory_is_pinned(table_box(table.gather).base))
+        if (is_begun && (table.is_locked || pinned_is_held(&use) ||
+                         host_memory_is_pinned(table_box(table.gather).base)))
             last = stream_drain(call->stream->handle);
         const bool is_waited_for =
             status == STATUS_OK || status == STATUS_MEMORY_ERROR || status == STATUS_INTERRUPTED;

@@ -310,7 +310,7 @@ static Status bring(const Launch *launch, int i, Prepared *prepared)
     bool is_read = array->is_read;
     for (int j = i + 1; j < launch->array_count && !is_read; j++)
         is_read = launch->arrays[j].is_read && views_coincide(launch->arrays[j].view, view);
-    Status status = is_read ? pack_on_device(view, launch->stream, &prepared->there)
+    Status status = is_read ? pack_on_device(view, launch->stream, &prepared->there, launch->watch)
                             : new_view(view, launch->stream, &prepared->there);
     if (status != STATUS_OK) return status;
     prepared->copy = prepared->there.memory;

@@ -59,7 +59,7 @@ static Status convert_input(const Call *call, const View *given, View *input)
     Memory *copy = NULL;
     Status status = STATUS_OK;
     if (given->device == DEVICE_CPU) {
-        status = pack_on_device(given, call->stream, &sent);
+        status = pack_on_device(given, call->stream, &sent, call->watch);
         if (status != STATUS_OK) return status;
         copy = sent.memory;
     }
@@ -98,7 +98,7 @@ static Status bring_input(Call *call, int i, Brought *brought)
     if (casts)
         status = convert_input(call, &brought->given, input);
     else if (input->device == DEVICE_CPU || is_changed)
-        status = pack_on_device(&brought->given, call->stream, input);
+        status = pack_on_device(&brought->given, call->stream, input, call->watch);
     else
         return STATUS_OK;
     if (status == STATUS_OK) brought->copy = input->memory;

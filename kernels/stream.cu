@@ -305,6 +305,12 @@ Status stream_drain(void *stream)
     });
 }
 
+static Status event_drain(cudaEvent_t event)
+{
+    return in_spite_of_captures(
+        [&] { return cuda_status(cudaEventSynchronize(event), "cudaEventSynchronize"); });
+}
+
 /* Waits that may be given up. CUDA's own cannot be, and so an event is asked for over and over
  * instead, at first as fast as that answers: CUDA does the same. */
 
@@ -379,6 +385,14 @@ static Status ask_until_done(Watch *watch, int device, bool sleeps, bool *done, 
     }
     *done = answer == DONE;
     return STATUS_OK;
+}
+
+Status event_await(cudaEvent_t event, int device, Watch *watch)
+{
+    bool done;
+    const Status status = ask_until_done(watch, device, false, &done,
+                                         [&] { return answer_of(cudaEventQuery(event)); });
+    return status == STATUS_OK && !done ? event_drain(event) : status;
 }
 
 /* NULL where there is none. */
@@ -719,9 +733,7 @@ static Status await_recording(Event *event, unsigned number, Stream *stream, Wat
     if (status == STATUS_OK && !holds)
         return stream_is_capturing(stream) ? refuse_capture("synchronize")
                                            : stream_await(stream, watch);
-    if (status != STATUS_OK || done) return status;
-    return in_spite_of_captures(
-        [&] { return cuda_status(cudaEventSynchronize(event->handle), "cudaEventSynchronize"); });
+    return status == STATUS_OK && !done ? event_drain(event->handle) : status;
 }
 
 Status event_synchronize(Event *event, Watch *watch)

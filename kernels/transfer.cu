@@ -342,7 +342,7 @@ static struct {
     int64_t bytes; /* of all rings, idle or lent */
 } rings = {PTHREAD_MUTEX_INITIALIZER, {}, 0};
 
-int64_t ring_bytes(void)
+static int64_t ring_bytes(void)
 {
     return RING_BUFFERS * BUFFER_BYTES;
 }
@@ -523,7 +523,8 @@ struct Crew {
     char *populated = NULL, *populated_end = NULL; /* what is still to be made ready */
     char *reached = NULL;                          /* where the last slice begins */
 
-    bool helped = false; /* the caller's alone: the crew has the pool */
+    bool helped = false; /* the caller's alone: the crew has the pool, */
+    Watch *watch = NULL; /* and somebody who may end a wait for what is queued before it */
 };
 
 /* One copy. Of the counts of chunks, which are the caller's alone, each one follows the one before:
@@ -810,9 +811,10 @@ static Status look_at_buffer(const Transfer &transfer, int64_t chunk, bool *is_f
 static Status await_buffer(const Transfer &transfer, int64_t chunk)
 {
     const int buffer = buffer_of(transfer, chunk);
-    CUDA_TRY(cudaEventSynchronize(transfer.ring->events[buffer]));
-    transfer.ring->pending[buffer] = false;
-    return STATUS_OK;
+    const Status status =
+        event_await(transfer.ring->events[buffer], transfer.ordinal, transfer.crew->watch);
+    transfer.ring->pending[buffer] = status != STATUS_OK;
+    return status;
 }
 
 static void open_chunk(Transfer *transfer)
@@ -905,7 +907,7 @@ static Status run_until(bool (*has_come)(const Transfer &), Transfer *transfer)
     int64_t begin = microseconds();
     for (;;) {
         bool moved = false;
-        Status status = advance_all(crew, &moved);
+        Status status = in_spite_of_captures([&] { return advance_all(crew, &moved); });
         if (status != STATUS_OK || has_come(*transfer)) return status;
         if (!moved && !work_on_slices(crew)) {
             if (microseconds() - begin < PATIENCE_MICROSECONDS) continue;
@@ -952,6 +954,7 @@ static void begin_transfer(Transfer *transfer)
 /* Whatever came of it: no worker is at it any more, and the ring is given back. */
 static Status end_transfer(Transfer *transfer, Status status)
 {
+    if (runtime_is_forked()) return status; /* somebody who was asked has done that */
     Crew *crew = transfer->crew;
     Ring *ring = transfer->ring;
     if (status != STATUS_OK) dismiss_workers(crew);
@@ -961,9 +964,10 @@ static Status end_transfer(Transfer *transfer, Status status)
     *link = transfer->next;
     pthread_mutex_unlock(&crew->lock);
 
-    ring->chunks += transfer->chunks;
+    ring->chunks += transfer->sent;
     ring->stream = transfer->stream;
-    if (status != STATUS_OK) {
+    /* A wait that is given up is one in which all that was sent has its event. */
+    if (status != STATUS_OK && status != STATUS_INTERRUPTED) {
         /* What is queued may have no event behind it. */
         status = even_so(status, [&] {
             const Status last = stream_drain(transfer->stream);
@@ -1041,22 +1045,19 @@ static Status open_transfer(Transfer *transfer, Crew *crew, const Box &box, int6
 /* All of a copy by the ring that it was lent. */
 static Status use_ring(Transfer *transfer, bool keeps_workers)
 {
-    Status status;
-    in_spite_of_captures([&] {
-        begin_transfer(transfer);
-        status = run_until(is_over, transfer);
-        if (!keeps_workers) dismiss_workers(transfer->crew);
-        status = end_transfer(transfer, status);
-    });
-    return status;
+    begin_transfer(transfer);
+    const Status status = run_until(is_over, transfer);
+    if (!keeps_workers) dismiss_workers(transfer->crew);
+    return end_transfer(transfer, status);
 }
 
 /* Sets *done if there was a ring for the copy: otherwise nothing has been done. */
 template <bool UP>
 static Status ring_transfer(const Box &box, int64_t begin, int64_t bytes, char *device,
-                            cudaStream_t stream, Crew *shared, bool *done)
+                            cudaStream_t stream, Crew *shared, Watch *watch, bool *done)
 {
     Crew own;
+    own.watch = watch;
     Transfer transfer;
     Status status =
         open_transfer(&transfer, shared == NULL ? &own : shared, box, begin, bytes, device, stream);
@@ -1073,14 +1074,14 @@ constexpr int64_t STAGING_BYTES = 4 << 20;
 
 template <bool UP>
 static Status box_transfer(const Box &box, int64_t begin, int64_t end, char *device, void *stream,
-                           Crew *crew = NULL)
+                           Crew *crew = NULL, Watch *watch = NULL)
 {
     if (begin >= end) return STATUS_OK;
     Box merged = box_merged(box);
     bool done = false;
     Status status =
         ring_transfer<UP>(merged, begin * box.item_bytes, (end - begin) * box.item_bytes, device,
-                          static_cast<cudaStream_t>(stream), crew, &done);
+                          static_cast<cudaStream_t>(stream), crew, watch, &done);
     if (done || status != STATUS_OK) return status;
     int64_t ratio = merged.item_bytes / box.item_bytes;
     if (merged.ndim == 0)
@@ -1132,9 +1133,21 @@ Status copy_to_host(void *host, const void *device, int64_t bytes, void *stream)
     return box_transfer<false>(box, 0, 1, source, stream);
 }
 
-Status box_upload(const Box &box, int64_t begin, int64_t end, void *device, void *stream)
+/* Without rings, the driver takes only so much of a large copy before that has to begin; and what
+ * is packed for the driver goes piece by piece. */
+bool upload_is_queued(const Box &box)
 {
-    return box_transfer<true>(box, begin, end, static_cast<char *>(device), stream);
+    int64_t limit;
+    if (box_items(box) * box.item_bytes >= LEAST_RING_BYTES)
+        return pinned_limit(&limit) == STATUS_OK && limit >= ring_bytes();
+    const Box merged = box_merged(box);
+    return merged.ndim == 0 || merged.item_bytes >= DIRECT_BYTES || box_lies_across(box);
+}
+
+Status box_upload(const Box &box, int64_t begin, int64_t end, void *device, void *stream,
+                  Watch *watch)
+{
+    return box_transfer<true>(box, begin, end, static_cast<char *>(device), stream, NULL, watch);
 }
 
 Status box_download(const Box &box, void *device, void *stream)
@@ -1175,9 +1188,11 @@ static Status upload_staged(MakeBytes make, void *context, int64_t bytes, char *
     return status;
 }
 
-Status made_upload(MakeBytes make, void *context, int64_t bytes, void *device, void *stream)
+Status made_upload(MakeBytes make, void *context, int64_t bytes, void *device, void *stream,
+                   Watch *watch)
 {
     Crew crew;
+    crew.watch = watch;
     Transfer transfer;
     char *target = static_cast<char *>(device);
     Status status = lend_ring(&transfer, &crew, bytes, target, static_cast<cudaStream_t>(stream));
@@ -1228,12 +1243,7 @@ static Status end_first_down(Traffic *traffic)
     auto &down = traffic->down[traffic->ended++ % MOST_BEGUN];
     if (down.is_sent) return STATUS_OK;
     if (down.transfer.ring == NULL) return box_download(down.box, down.device, down.stream);
-    Status status;
-    in_spite_of_captures([&] {
-        status = run_until(is_over, &down.transfer);
-        status = end_transfer(&down.transfer, status);
-    });
-    return status;
+    return end_transfer(&down.transfer, run_until(is_over, &down.transfer));
 }
 
 Status traffic_begin_down(Traffic *traffic, const Box &box, void *device, void *stream)
@@ -1253,11 +1263,9 @@ Status traffic_begin_down(Traffic *traffic, const Box &box, void *device, void *
     if (status != STATUS_OK) return status;
     traffic->begun++;
     if (down.transfer.ring != NULL) {
-        in_spite_of_captures([&] {
-            bool moved = false;
-            begin_transfer(&down.transfer);
-            status = advance(&down.transfer, &moved);
-        });
+        bool moved = false;
+        begin_transfer(&down.transfer);
+        status = in_spite_of_captures([&] { return advance(&down.transfer, &moved); });
     } else if (host_memory_is_pinned(merged.base)) {
         down.is_sent = true;
         status = box_download(box, device, stream);
@@ -1271,7 +1279,7 @@ Status traffic_queue_down(Traffic *traffic)
     auto &down = traffic->down[(traffic->begun - 1) % MOST_BEGUN];
     Status status = STATUS_OK;
     if (down.transfer.ring != NULL) {
-        in_spite_of_captures([&] { status = run_until(is_sent, &down.transfer); });
+        status = run_until(is_sent, &down.transfer);
     } else if (!down.is_sent) {
         down.is_sent = true;
         status = box_download(down.box, down.device, down.stream);
@@ -1291,8 +1299,7 @@ Status traffic_close(Traffic *traffic, Status status)
     dismiss_workers(&traffic->crew);
     for (; traffic->ended < traffic->begun; traffic->ended++) {
         Transfer *transfer = &traffic->down[traffic->ended % MOST_BEGUN].transfer;
-        if (transfer->ring == NULL) continue;
-        in_spite_of_captures([&] { status = end_transfer(transfer, status); });
+        if (transfer->ring != NULL) status = end_transfer(transfer, status);
     }
     free(traffic);
     return status;

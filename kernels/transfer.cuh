@@ -28,8 +28,6 @@ void copy_items(char *target, int64_t target_stride, const char *source, int64_t
                 int64_t count, int64_t item_bytes);
 
 #ifdef __CUDACC__
-/* A longer copy up waits for what is queued before it. */
-int64_t ring_bytes(void);
 Status copy_to_device(void *device, const void *host, int64_t bytes, void *stream);
 Status copy_to_host(void *host, const void *device, int64_t bytes, void *stream);
 Status copy_within_device(void *target, const void *source, int64_t bytes, void *stream);
@@ -43,14 +41,19 @@ Status clear_on_device(void *device, int byte, int64_t bytes, void *stream);
 
 /* The items begin..end of a box to packed device memory, and all items of one back. Like
  * cudaMemcpyAsync, they may return before the copy is done, but not before memory of the host that
- * is not page-locked has been read, or written. */
-Status box_upload(const Box &box, int64_t begin, int64_t end, void *device, void *stream);
+ * is not page-locked has been read, or written. Who sends up more than there are buffers for waits
+ * for what is queued before that, unless the watch ends it (stream_await); and so does whoever
+ * sends what box_upload does not only queue, whom nobody could call back. */
+Status box_upload(const Box &box, int64_t begin, int64_t end, void *device, void *stream,
+                  Watch *watch);
+bool upload_is_queued(const Box &box);
 Status box_download(const Box &box, void *device, void *stream);
 
 /* The same for bytes that are made for it: make(context, begin, end, place) writes the bytes
  * begin..end of them to a place, and is called from several threads at once. */
 typedef void (*MakeBytes)(void *context, int64_t begin, int64_t end, char *place);
-Status made_upload(MakeBytes make, void *context, int64_t bytes, void *device, void *stream);
+Status made_upload(MakeBytes make, void *context, int64_t bytes, void *device, void *stream,
+                   Watch *watch);
 
 /* Copies of one caller in both directions at once. What comes down is begun, which only queues it,
  * and goes on while the caller sends other things up, begins more, or waits for the end. Until all
@@ -65,7 +68,7 @@ Status traffic_up(Traffic *traffic, const Box &box, void *device, void *stream);
  * few bytes at a time, and does where there is no room for it twice, which is not looked for again.
  */
 Status box_bring(const Box &box, int64_t begin, int64_t end, void *device, Stream *stream,
-                 Traffic *traffic, bool *has_room);
+                 Traffic *traffic, bool *has_room, Watch *watch = NULL);
 /* Two may be begun: the next one waits for the end of the first. */
 Status traffic_begin_down(Traffic *traffic, const Box &box, void *device, void *stream);
 /* Waits until all of what was begun last is queued. */

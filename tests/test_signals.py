@@ -150,6 +150,12 @@ def work():
         event.record()
     gpuops.gather(source, bad, out=out, stream=stream)
     to_device = functools.partial(gpuops.to_device, stream=stream)
+    square, locked = x.reshape(256, 256), gpuops.pinned_empty(x.shape, int)
+    table, rows = np.zeros((1 << 14, 32)), gpuops.empty((2048, 32), stream=stream)
+
+    def gather_rows(table):
+        gpuops.gather(table, indices[:2048] % 1000, out=rows, stream=stream)
+
     late = interrupted(lambda: WAIT)
     assert late < SECONDS - 0.5, f"{late:.2f} s"
     assert not stream.query() and not event.query()
@@ -198,6 +204,11 @@ LONG_WAITS = {
     "to_device of page-locked memory": "to_device(gpuops.pinned_empty(1 << 13))",
     "to_device of an array that is pinned": "(gpuops.pin(x), to_device(x))",
     "to_device of more than a ring": "fake.set_ring_divisor(256) or to_device(x)",
+    "to_device of what is turned there": "fake.set_ring_divisor(256) or to_device(square.T)",
+    "to_device by a ring that is in use": "fake.set_ring_divisor(64) or [*map(to_device, (x, x))]",
+    "to_device of every other element": "to_device(x[::2])",
+    "an operand on the host": "gpuops.add(result, locked, stream=stream)",
+    "rows that threads gather": "fake.set_ring_divisor(256) or gather_rows(table)",
     "a call between host arrays": "gpuops.gather(x, indices, stream=stream)",
 }
 
@@ -245,6 +256,59 @@ assert (gpuops.to_device(large).to_host() == large).all()
 all_is_well()
 print("done")
 """
+
+
+# Here they have to wait for what is queued, which is not waited for once they are given up; and
+# whoever has the ring next waits for what is on its way there.
+BUSY_RINGS = """
+from pathlib import Path
+from faults.fake import Fake
+fake = Fake(Path(gpuops.__path__[0]).parent / "cudart")
+fake.set_scheduler("lazy")
+fake.set_ring_divisor(64)
+large, stream, times = np.arange(1 << 18), gpuops.Stream(), random.Random(0)
+table, many = large.reshape(-1, 16), np.arange(6000)
+kept = [gpuops.to_device(large - i, stream=stream) for i in range(3)]
+rows = gpuops.empty((6000, 16), int, stream=stream)
+stream.synchronize()
+
+def interrupt(*_):
+    raise KeyboardInterrupt
+
+signal.signal(signal.SIGALRM, interrupt)
+interrupts = 0
+for i in range(60):
+    fake.take_time(stream.ptr, 0.08)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, times.uniform(1e-4, 0.1))
+        begin = time.monotonic()
+        while time.monotonic() < begin + 10:
+            with stream:
+                last = [gpuops.to_device(large + i), gpuops.add(kept[0], large)]
+                gpuops.gather(table, many, out=rows)
+                last.append(gpuops.to_device(large.reshape(512, 512).T))
+    except KeyboardInterrupt:
+        interrupts += 1
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    if i % 2:
+        gpuops.empty_cache()  # but for the rings that are in use
+    after = gpuops.to_device(large - i, stream=stream)
+    assert (after.to_host() == large - i).all(), i
+assert interrupts == 60
+for i, array in enumerate(kept):
+    assert (array.to_host() == large - i).all()
+assert (last[0].to_host() - large == last[0][0].to_host()).all()
+del kept, rows, last, after, array
+gc.collect()
+gpuops.synchronize()
+assert gpuops.memory_info().used == 0 and fake.take_misuse() == ""
+all_is_well()
+print("done")
+"""
+
+
+def test_keyboard_interrupt_of_copies_that_wait_for_a_ring(fake):
+    assert run_child(fake.gpuops, BEGIN + BUSY_RINGS, GPUOPS_DEVICE="cuda:0") == "done\n"
 
 
 def test_keyboard_interrupt_of_copies_through_rings(fake):
@@ -415,10 +479,13 @@ fake = Fake(Path(gpuops.__path__[0]).parent / "cudart")
 fake.set_scheduler("lazy")
 stream, other, event = gpuops.Stream(), gpuops.Stream(), gpuops.Event()
 d, large = (gpuops.to_device(np.arange(n), stream=stream) for n in (100, 100_000))
+table, rows = np.zeros((1 << 14, 32)), gpuops.empty((2048, 32), stream=stream)
 stream.synchronize()
+fake.set_ring_divisor(256)
 NAMES = [
     "cudaEventQuery", "cudaEventRecord", "cudaEventDestroy", "cudaStreamQuery", "cudaFreeAsync",
     "cudaStreamSynchronize", "cudaStreamWaitEvent", "cudaDeviceSynchronize",
+    "cudaEventSynchronize", "cudaPointerGetAttributes", "cudaThreadExchangeStreamCaptureMode",
 ]
 
 class InTheChild(Exception):
@@ -438,7 +505,10 @@ def handler(number, frame):
 signal.signal(signal.SIGINT, handler)
 for wait in (
     stream.synchronize, event.synchronize, gpuops.synchronize, d.to_host, large.to_host,
-    lambda: d[::2].to_host(stream=other),
+    lambda: d[::2].to_host(stream=other), lambda: gpuops.to_device(x, stream=stream),
+    lambda: gpuops.to_device(x.reshape(256, 256).T, stream=stream),
+    lambda: gpuops.add(large[:x.size], x, stream=stream),
+    lambda: gpuops.gather(table, indices[:2048] % 1000, out=rows, stream=stream),
 ):
     fake.take_time(stream.ptr, 0.5)
     event.record(stream)

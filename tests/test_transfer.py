@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import functools
+import time
 from pathlib import Path
 
 import numpy as np
@@ -537,19 +538,36 @@ def test_a_call_fails_half_way(small_rings, function, number, mode, scheduler):
 def test_a_gpu_that_is_busy_for_long(small_rings, fails):
     """Then the workers are given back, and called again."""
     fake, x = small_rings, numbers(ABOVE_DIVIDED)
+    d = fake.gpuops.to_device(x)
     with contextlib.ExitStack() as stack:
         enter = stack.enter_context
         enter(fake.fake.fail(1, NOT_READY, "from then on", "cudaEventQuery"))
         if fails:
             enter(fake.fake.fail(2, DEVICE_ERROR, "once", "cudaEventSynchronize"))
             enter(pytest.raises(fake.gpuops.DeviceError, match="cudaEventSynchronize"))
-        round_trip(fake.gpuops, x)
+        np.testing.assert_array_equal(d.to_host(), x)
     round_trip(fake.gpuops, x)
+
+
+def test_a_copy_up_behind_long_work(small_rings):
+    """Once the ring is full it is asked for, so that a signal can end that: until it has passed."""
+    gpuops, fake, x = small_rings.gpuops, small_rings.fake, numbers(ABOVE_DIVIDED)
+    stream = gpuops.Stream()
+    gpuops.to_device(x, stream=stream).to_host()
+    fake.set_scheduler("lazy")
+    for _ in range(3):
+        fake.take_time(stream.ptr, 0.1)
+        waits, begin = fake.calls("cudaEventSynchronize"), time.monotonic()
+        d = gpuops.to_device(x, stream=stream)
+        assert time.monotonic() - begin > 0.09
+        assert fake.calls("cudaEventSynchronize") == waits
+        np.testing.assert_array_equal(d.to_host(), x)
 
 
 def test_a_wait_fails_with_every_code(small_rings):
     """What faults/sweep.py leaves out, since most copies are over before they wait so."""
     fake, x = small_rings, numbers(ABOVE_DIVIDED)
+    d = fake.gpuops.to_device(x)
     passing = [code for _, code, _ in documented_codes() if code not in (OUT_OF_MEMORY, *FATAL)]
     for code in passing:
         with (
@@ -557,7 +575,7 @@ def test_a_wait_fails_with_every_code(small_rings):
             fake.fake.fail(1, code, "once", "cudaEventSynchronize") as fault,
             pytest.raises(fake.gpuops.DeviceError, match="cudaEventSynchronize") as caught,
         ):
-            fake.gpuops.to_device(x)
+            d.to_host()
         assert fault.reached and caught.value.code == code
         assert type(caught.value) is fake.gpuops.DeviceError
     round_trip(fake.gpuops, x)
@@ -649,9 +667,10 @@ def in_child(device, source, **environment):
 def test_a_wait_finds_the_gpu_lost(fake_device, code):
     source = f"""
 x = numbers(ABOVE)
+d = gpuops.to_device(x)
 def lost():
     try:
-        gpuops.to_device(x)
+        d.to_host()
     except gpuops.DeviceLostError as error:
         assert error.code == {code}
         return str(error)
