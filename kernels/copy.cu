@@ -275,7 +275,7 @@ static Status send_up(const Box &box, int64_t begin, int64_t end, void *device, 
                       Traffic *traffic, Watch *watch)
 {
     return traffic != NULL ? traffic_up(traffic, box, device, stream->handle)
-                           : box_upload(box, begin, end, device, stream->handle, watch);
+                           : box_upload(box, begin, end, device, stream, watch);
 }
 
 static Status send_up_and_turn(const Box &box, void *device, Stream *stream, Traffic *traffic,
@@ -324,12 +324,12 @@ Status refuse_host_in_capture(void)
                 "capture");
 }
 
-/* Whether a copy up ends after what is queued on the stream. Of what is short and has no gaps
- * nobody asks: that would be a part of the time that it takes. */
+/* Whether a copy up ends after what is queued on the stream, as page-locked memory is at work until
+ * then. Of short ones nobody asks: that would be a part of the time that they take. */
 static bool ends_behind_others(const View *source, const PinnedUse &use)
 {
     constexpr int64_t SHORT_BYTES = 64 << 10;
-    return pinned_is_held(&use) || !upload_is_queued(box_of(source)) ||
+    return pinned_is_held(&use) ||
            (view_bytes(source) >= SHORT_BYTES && host_memory_is_pinned(source->data));
 }
 

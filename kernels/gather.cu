@@ -332,7 +332,7 @@ static Status run_on_device(Call *call, void (*describe)(const Call *, Gather *)
     }
     const bool is_usable = indices.device != DEVICE_CPU && view_is_packed(&indices);
     if (status == STATUS_OK && index_count > 0 && !is_usable) {
-        status = pack_on_device(&indices, call->stream, &call->inputs[1]);
+        status = pack_on_device(&indices, call->stream, &call->inputs[1], call->watch);
         if (status == STATUS_OK) packed[1] = call->inputs[1].memory;
     }
     if (packed[0] != NULL || packed[1] != NULL) describe(call, gather);

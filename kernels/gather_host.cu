@@ -114,7 +114,7 @@ static Status bring_indices(HostTable *table)
     if (is_there)
         view_copy(&table->packed, given);
     else
-        status = pack_on_device(&source, call->stream, &table->packed);
+        status = pack_on_device(&source, call->stream, &table->packed, call->watch);
     if (status == STATUS_OK && !is_there) table->indices = table->packed.memory;
     return status;
 }
@@ -136,12 +136,12 @@ static Status fetch_indices(HostTable *table)
     Call *call = table->call;
     const int64_t bytes = table->found.index_bytes;
     Status status = table->packed.data == NULL ? bring_indices(table) : STATUS_OK;
+    if (status == STATUS_OK) status = stream_await(call->stream, call->watch);
     if (status != STATUS_OK) return status;
     table->host_indices = static_cast<char *>(malloc((size_t)bytes));
     if (table->host_indices == NULL) return fail_indices(bytes);
     table->gather.indices = table->host_indices;
-    if (status == STATUS_OK)
-        status = copy_to_host(table->host_indices, table->packed.data, bytes, call->stream->handle);
+    status = copy_to_host(table->host_indices, table->packed.data, bytes, call->stream->handle);
     return even_so(status, [&] { return stream_drain(call->stream->handle); });
 }
 
@@ -210,8 +210,7 @@ static Status gather_on_host(HostTable *table)
     gather->fill = fill;
     MadeRows rows;
     open_rows(&rows, gather);
-    status =
-        made_upload(make_rows, &rows, bytes, call->out.data, call->stream->handle, call->watch);
+    status = made_upload(make_rows, &rows, bytes, call->out.data, call->stream, call->watch);
     if (status == STATUS_OK) status = note_on_device(*table, rows);
     pthread_mutex_destroy(&rows.lock);
     free(fill);
@@ -291,7 +290,10 @@ static int64_t aligned(int64_t bytes)
 static Status open_windows(HostTable *table, int64_t bytes, int count)
 {
     Call *call = table->call;
-    Status status = memory_allocate(call->stream, count * aligned(bytes), &table->buffers);
+    /* Of several, nothing is given up half-way: all that was queued is waited for. */
+    Status status = count > 1 ? stream_await(call->stream, call->watch) : STATUS_OK;
+    if (status == STATUS_OK)
+        status = memory_allocate(call->stream, count * aligned(bytes), &table->buffers);
     if (status != STATUS_OK || count == 1) return status;
     status = lanes_take(call->device, &table->lanes);
     return status == STATUS_OK ? stream_wait(table->lanes->up, call->stream) : status;

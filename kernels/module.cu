@@ -378,11 +378,12 @@ static Status launch_in_order(const Launch *launch, Prepared *prepared)
         status = prepare(launch, ready, &prepared[ready]);
         ready++;
     }
-    if (status == STATUS_OK) status = run(launch);
+    const bool is_tried = status == STATUS_OK;
+    if (is_tried) status = run(launch);
     const bool launched = status == STATUS_OK;
     bool in_place = false;
     for (int i = 0; i < ready && !runtime_is_forked(); i++) {
-        in_place = in_place || prepared[i].in_place;
+        in_place = in_place || (is_tried && prepared[i].in_place);
         const bool wanted = launched && status != STATUS_INTERRUPTED;
         status = even_so(status, [&] { return finish(launch, i, &prepared[i], wanted); });
     }

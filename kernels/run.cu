@@ -179,6 +179,7 @@ static Status run_through_device(Call *call)
     if (status != STATUS_OK) return status;
     call->slot = slot_take(call->device);
     status = run_in_order(call);
+    if (runtime_is_forked()) return status;
     /* Whatever happened, nothing may still be at work on the caller's memory. */
     status = even_so(status, [&] { return stream_drain(call->stream->handle); });
     if (status == STATUS_OK) status = slot_check(call->stream, call->slot, false);
@@ -254,7 +255,9 @@ static Status run_in_slab(Call *call, Slab *slab)
 static Status run_between_host_arrays(Call *call)
 {
     bool done = false;
-    Status status = call->run_in_parts != NULL ? call->run_in_parts(call, &done) : STATUS_OK;
+    /* All else waits for what is queued, too, but so that nobody could call it back. */
+    Status status = call_suits_slab(call) ? STATUS_OK : stream_await(call->stream, call->watch);
+    if (status == STATUS_OK && call->run_in_parts != NULL) status = call->run_in_parts(call, &done);
     if (status != STATUS_OK || done) return status;
     Slab *slab;
     status = slab_take(call->device, bytes_in_slab(call), &slab);

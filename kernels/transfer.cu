@@ -1072,16 +1072,27 @@ static Status ring_transfer(const Box &box, int64_t begin, int64_t bytes, char *
 
 constexpr int64_t STAGING_BYTES = 4 << 20;
 
+/* Of what it takes from pageable memory the driver keeps little until the stream comes to that, and
+ * pieces go one by one: nobody could call either back. */
+static Status await_before_driver(int64_t bytes, bool in_pieces, Stream *stream, Watch *watch)
+{
+    const bool is_awaited = watch != NULL && (in_pieces || bytes >= LEAST_RING_BYTES);
+    return is_awaited ? stream_await(stream, watch) : STATUS_OK;
+}
+
+/* The watch, if there is one, is asked on behalf of who waits for the stream that is awaited. */
 template <bool UP>
 static Status box_transfer(const Box &box, int64_t begin, int64_t end, char *device, void *stream,
-                           Crew *crew = NULL, Watch *watch = NULL)
+                           Crew *crew = NULL, Stream *awaited = NULL, Watch *watch = NULL)
 {
     if (begin >= end) return STATUS_OK;
     Box merged = box_merged(box);
+    const int64_t all = (end - begin) * box.item_bytes;
     bool done = false;
-    Status status =
-        ring_transfer<UP>(merged, begin * box.item_bytes, (end - begin) * box.item_bytes, device,
-                          static_cast<cudaStream_t>(stream), crew, watch, &done);
+    Status status = ring_transfer<UP>(merged, begin * box.item_bytes, all, device,
+                                      static_cast<cudaStream_t>(stream), crew, watch, &done);
+    const bool is_staged = merged.ndim > 0 && merged.item_bytes < DIRECT_BYTES;
+    if (!done && status == STATUS_OK) status = await_before_driver(all, is_staged, awaited, watch);
     if (done || status != STATUS_OK) return status;
     int64_t ratio = merged.item_bytes / box.item_bytes;
     if (merged.ndim == 0)
@@ -1133,21 +1144,11 @@ Status copy_to_host(void *host, const void *device, int64_t bytes, void *stream)
     return box_transfer<false>(box, 0, 1, source, stream);
 }
 
-/* Without rings, the driver takes only so much of a large copy before that has to begin; and what
- * is packed for the driver goes piece by piece. */
-bool upload_is_queued(const Box &box)
-{
-    int64_t limit;
-    if (box_items(box) * box.item_bytes >= LEAST_RING_BYTES)
-        return pinned_limit(&limit) == STATUS_OK && limit >= ring_bytes();
-    const Box merged = box_merged(box);
-    return merged.ndim == 0 || merged.item_bytes >= DIRECT_BYTES || box_lies_across(box);
-}
-
-Status box_upload(const Box &box, int64_t begin, int64_t end, void *device, void *stream,
+Status box_upload(const Box &box, int64_t begin, int64_t end, void *device, Stream *stream,
                   Watch *watch)
 {
-    return box_transfer<true>(box, begin, end, static_cast<char *>(device), stream, NULL, watch);
+    return box_transfer<true>(box, begin, end, static_cast<char *>(device), stream->handle, NULL,
+                              stream, watch);
 }
 
 Status box_download(const Box &box, void *device, void *stream)
@@ -1188,16 +1189,18 @@ static Status upload_staged(MakeBytes make, void *context, int64_t bytes, char *
     return status;
 }
 
-Status made_upload(MakeBytes make, void *context, int64_t bytes, void *device, void *stream,
+Status made_upload(MakeBytes make, void *context, int64_t bytes, void *device, Stream *stream,
                    Watch *watch)
 {
     Crew crew;
     crew.watch = watch;
     Transfer transfer;
     char *target = static_cast<char *>(device);
-    Status status = lend_ring(&transfer, &crew, bytes, target, static_cast<cudaStream_t>(stream));
+    Status status = lend_ring(&transfer, &crew, bytes, target, stream->handle);
+    if (status == STATUS_OK && transfer.ring == NULL)
+        status = await_before_driver(bytes, false, stream, watch);
     if (status != STATUS_OK) return status;
-    if (transfer.ring == NULL) return upload_staged(make, context, bytes, target, stream);
+    if (transfer.ring == NULL) return upload_staged(make, context, bytes, target, stream->handle);
     transfer.up = true;
     transfer.make = make;
     transfer.context = context;

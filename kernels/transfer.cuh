@@ -41,18 +41,16 @@ Status clear_on_device(void *device, int byte, int64_t bytes, void *stream);
 
 /* The items begin..end of a box to packed device memory, and all items of one back. Like
  * cudaMemcpyAsync, they may return before the copy is done, but not before memory of the host that
- * is not page-locked has been read, or written. Who sends up more than there are buffers for waits
- * for what is queued before that, unless the watch ends it (stream_await); and so does whoever
- * sends what box_upload does not only queue, whom nobody could call back. */
-Status box_upload(const Box &box, int64_t begin, int64_t end, void *device, void *stream,
+ * is not page-locked has been read, or written. What goes up otherwise than at once waits for what
+ * is queued before it, unless the watch ends that (stream_await). */
+Status box_upload(const Box &box, int64_t begin, int64_t end, void *device, Stream *stream,
                   Watch *watch);
-bool upload_is_queued(const Box &box);
 Status box_download(const Box &box, void *device, void *stream);
 
 /* The same for bytes that are made for it: make(context, begin, end, place) writes the bytes
  * begin..end of them to a place, and is called from several threads at once. */
 typedef void (*MakeBytes)(void *context, int64_t begin, int64_t end, char *place);
-Status made_upload(MakeBytes make, void *context, int64_t bytes, void *device, void *stream,
+Status made_upload(MakeBytes make, void *context, int64_t bytes, void *device, Stream *stream,
                    Watch *watch);
 
 /* Copies of one caller in both directions at once. What comes down is begun, which only queues it,

@@ -153,8 +153,16 @@ def work():
     square, locked = x.reshape(256, 256), gpuops.pinned_empty(x.shape, int)
     table, rows = np.zeros((1 << 14, 32)), gpuops.empty((2048, 32), stream=stream)
 
-    def gather_rows(table):
-        gpuops.gather(table, indices[:2048] % 1000, out=rows, stream=stream)
+    there, faults = gpuops.to_device(indices[:2048] % 1000, stream=other), []
+    other.synchronize()
+
+    def gather_rows(indices):
+        gpuops.gather(table, indices[:2048] % 1000 if indices is not there else there, out=rows)
+
+    def cannot_lock():
+        fake.set_ring_divisor(64)
+        faults.append(fake.fail(1, 2, "from then on", "cudaHostRegister"))
+        faults[0].__enter__()
 
     late = interrupted(lambda: WAIT)
     assert late < SECONDS - 0.5, f"{late:.2f} s"
@@ -207,8 +215,14 @@ LONG_WAITS = {
     "to_device of what is turned there": "fake.set_ring_divisor(256) or to_device(square.T)",
     "to_device by a ring that is in use": "fake.set_ring_divisor(64) or [*map(to_device, (x, x))]",
     "to_device of every other element": "to_device(x[::2])",
+    "to_device of what has gaps and is turned": "to_device(square[:, :128].T)",
+    "to_device without rings": "cannot_lock() or to_device(x)",
     "an operand on the host": "gpuops.add(result, locked, stream=stream)",
-    "rows that threads gather": "fake.set_ring_divisor(256) or gather_rows(table)",
+    "an operand that is converted": "gpuops.add(rows.reshape(-1), locked, stream=stream)",
+    "indices on the host": "gpuops.gather(source, x[::2], stream=stream)",
+    "rows that threads gather": "fake.set_ring_divisor(256) or gather_rows(indices)",
+    "rows that threads gather without rings": "cannot_lock() or gather_rows(indices)",
+    "rows that threads gather by indices from there": "gather_rows(there)",
     "a call between host arrays": "gpuops.gather(x, indices, stream=stream)",
 }
 
@@ -258,6 +272,39 @@ print("done")
 """
 
 
+# The default stream is at work, and the call is not to begin.
+BETWEEN_HOST_ARRAYS = """
+from pathlib import Path
+from faults.fake import Fake
+fake = Fake(Path(gpuops.__path__[0]).parent / "cudart")
+fake.set_scheduler("lazy")
+square = np.ones((512, 512), np.float32)
+for call in (
+    lambda: gpuops.gather(x, indices, device="cuda"),
+    lambda: gpuops.add(x[::2], x[1::2], device="cuda"),
+    lambda: gpuops.matmul(square, square, device="cuda"),
+    lambda: gpuops.scatter(x.copy(), indices, x, device="cuda"),
+):
+    fake.take_time(0, 1.5)
+    begin = time.monotonic()
+    interrupt_after(0.2)
+    try:
+        call()
+    except KeyboardInterrupt:
+        assert time.monotonic() - begin < 1
+    else:
+        raise AssertionError("no KeyboardInterrupt")
+    gpuops.synchronize()
+    assert time.monotonic() - begin > 1.4
+all_is_well()
+print("done")
+"""
+
+
+def test_keyboard_interrupt_of_calls_between_host_arrays(fake):
+    assert run_child(fake.gpuops, BEGIN + BETWEEN_HOST_ARRAYS, GPUOPS_DEVICE="cuda:0") == "done\n"
+
+
 # Here they have to wait for what is queued, which is not waited for once they are given up; and
 # whoever has the ring next waits for what is on its way there.
 BUSY_RINGS = """
@@ -290,14 +337,20 @@ for i in range(60):
     except KeyboardInterrupt:
         interrupts += 1
         signal.setitimer(signal.ITIMER_REAL, 0)
-    if i % 2:
-        gpuops.empty_cache()  # but for the rings that are in use
     after = gpuops.to_device(large - i, stream=stream)
     assert (after.to_host() == large - i).all(), i
 assert interrupts == 60
 for i, array in enumerate(kept):
     assert (array.to_host() == large - i).all()
-assert (last[0].to_host() - large == last[0][0].to_host()).all()
+    assert (gpuops.gather(array, indices[:10]).to_host() == large[indices[:10]] - i).all()
+for _ in range(2):  # as no signal has ended it, and that once more
+    with stream:
+        last = [gpuops.to_device(large), gpuops.add(kept[1], large)]
+        gpuops.gather(table, many, out=rows)
+        last.append(gpuops.to_device(large.reshape(512, 512).T))
+    assert (last[0].to_host() == large).all() and (last[1].to_host() == 2 * large - 1).all()
+    assert (rows.to_host() == table[:6000]).all()
+    assert (last[2].to_host() == large.reshape(512, 512).T).all()
 del kept, rows, last, after, array
 gc.collect()
 gpuops.synchronize()
@@ -486,6 +539,7 @@ NAMES = [
     "cudaEventQuery", "cudaEventRecord", "cudaEventDestroy", "cudaStreamQuery", "cudaFreeAsync",
     "cudaStreamSynchronize", "cudaStreamWaitEvent", "cudaDeviceSynchronize",
     "cudaEventSynchronize", "cudaPointerGetAttributes", "cudaThreadExchangeStreamCaptureMode",
+    "cudaMemcpyAsync", "cudaMallocFromPoolAsync", "cudaSetDevice", "cudaGetDevice",
 ]
 
 class InTheChild(Exception):
@@ -509,8 +563,11 @@ for wait in (
     lambda: gpuops.to_device(x.reshape(256, 256).T, stream=stream),
     lambda: gpuops.add(large[:x.size], x, stream=stream),
     lambda: gpuops.gather(table, indices[:2048] % 1000, out=rows, stream=stream),
+    lambda: gpuops.add(x[::2], x[1::2], device="cuda"), lambda: gpuops.gather(x, x, device="cuda"),
+    lambda: gpuops.add(table, table, device="cuda"),
 ):
     fake.take_time(stream.ptr, 0.5)
+    fake.take_time(0, 0.5)  # the default stream
     event.record(stream)
     interrupt_after(0.1)
     try:
