@@ -344,18 +344,20 @@ static Status upload(const View *target, const View *source, Stream *stream, Wat
     pinned_hold(source, &use);
     bool has_room = true;
     Status status = STATUS_OK;
-    /* Nobody could call it back until then. */
-    if (watch != NULL && ends_behind_others(source, use)) {
+    /* Nobody could call it back until then; and what has gaps it is the CPU that packs, after what
+     * the stream is still to write there. */
+    const bool is_awaited = view_is_packed(source)
+                                ? watch != NULL && ends_behind_others(source, use)
+                                : pinned_is_held(&use) || host_memory_is_pinned(source->data);
+    if (is_awaited) {
         status = stream_await(stream, watch);
         if (runtime_is_forked()) return status;
-        if (status != STATUS_OK) {
+        if (status == STATUS_INTERRUPTED) {
             pinned_let_go(&use, stream->device, true);
             return status;
         }
+        watch = NULL;
     }
-    /* It is the CPU that packs it, after what the stream is still to write there. */
-    if (!view_is_packed(source) && (pinned_is_held(&use) || host_memory_is_pinned(source->data)))
-        status = stream_drain(stream->handle);
     if (status == STATUS_OK)
         status = box_bring(box, 0, box_items(box), target->data, stream, NULL, &has_room, watch);
     if (runtime_is_forked()) return status;

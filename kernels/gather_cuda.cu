@@ -517,7 +517,7 @@ static Status gather_on_current_device(const Call *call, Gather gather, int64_t 
     if (rows > 0 && gather.axis_size > 0) status = choose_parts(call, &gather, index_count, &copy);
     const int64_t whole = rows > 0 ? aligned(table_bytes(gather)) + bytes_beside_table(gather)
                                    : aligned(index_count * gather.index_bytes);
-    if (status == STATUS_OK && !slab_has_room(whole))
+    if (status == STATUS_OK && call->stream == NULL && call->watch != NULL && !slab_has_room(whole))
         status = stream_await(arena.owner, call->watch);
     if (status == STATUS_OK) status = open_arena(&arena, whole);
     if (status != STATUS_OK) {

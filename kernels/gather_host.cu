@@ -269,7 +269,7 @@ static Status gather_window(HostTable *table, int64_t begin, int64_t end, bool a
     const Lanes *lanes = table->lanes;
     Stream *compute = table->call->stream, *up = lanes != NULL ? lanes->up : compute;
     Status status = box_bring(box, is_flat ? begin : 0, is_flat ? end : box_items(box), buffer, up,
-                              NULL, &table->has_room, table->call->watch);
+                              NULL, &table->has_room, lanes != NULL ? NULL : table->call->watch);
     /* The next window goes up where the one before this one was. */
     if (status == STATUS_OK && lanes != NULL) status = stream_wait(up, compute);
     if (status == STATUS_OK && lanes != NULL) status = stream_wait(compute, up);
@@ -290,7 +290,7 @@ static int64_t aligned(int64_t bytes)
 static Status open_windows(HostTable *table, int64_t bytes, int count)
 {
     Call *call = table->call;
-    /* Of several, nothing is given up half-way: all that was queued is waited for. */
+    /* At the end of several, whatever comes of them, all that was queued is waited for. */
     Status status = count > 1 ? stream_await(call->stream, call->watch) : STATUS_OK;
     if (status == STATUS_OK)
         status = memory_allocate(call->stream, count * aligned(bytes), &table->buffers);

@@ -423,7 +423,8 @@ void runtime_shut_down(void);
 /* Copies elements between views of the same shape and item_bytes, any strides, on the host or on
  * any device. Where the host takes part, the copy is done when this returns, and so is everything
  * queued on the stream before, with its bad indices raised as stream_synchronize does. A watch may
- * end the wait for what comes before the copy. */
+ * end the wait for what comes before the copy, of which some may be on its way to a device by then.
+ */
 Status copy_view(const View *target, const View *source, Stream *stream, Watch *watch);
 /* Sets every element of a view on a device to one item. */
 Status fill_view_with(const View *target, const void *item, Stream *stream);

@@ -255,9 +255,7 @@ static Status run_in_slab(Call *call, Slab *slab)
 static Status run_between_host_arrays(Call *call)
 {
     bool done = false;
-    /* All else waits for what is queued, too, but so that nobody could call it back. */
-    Status status = call_suits_slab(call) ? STATUS_OK : stream_await(call->stream, call->watch);
-    if (status == STATUS_OK && call->run_in_parts != NULL) status = call->run_in_parts(call, &done);
+    Status status = call->run_in_parts != NULL ? call->run_in_parts(call, &done) : STATUS_OK;
     if (status != STATUS_OK || done) return status;
     Slab *slab;
     status = slab_take(call->device, bytes_in_slab(call), &slab);
@@ -279,7 +277,12 @@ static Status run_on_device(Call *call)
     if (status != STATUS_OK) return status;
     const bool on_host = call->out.device == DEVICE_CPU;
     if (on_host) status = await_named_stream(call);
-    if (call->stream == NULL) call->stream = legacy_stream(call->device);
+    if (call->stream == NULL) {
+        call->stream = legacy_stream(call->device);
+        /* What is not for a slab waits for that as well, but so that nobody could call it back. */
+        if (on_host && call->watch != NULL && !call_suits_slab(call))
+            status = stream_await(call->stream, call->watch);
+    }
     if (status == STATUS_OK) status = on_host ? run_between_host_arrays(call) : run_in_order(call);
     device_leave(call->device, previous);
     return status;

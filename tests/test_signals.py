@@ -126,7 +126,7 @@ from pathlib import Path
 from faults.fake import Fake
 fake = Fake(Path(gpuops.__path__[0]).parent / "cudart")
 fake.set_scheduler("lazy")
-SECONDS = 2.0
+SECONDS = 30.0
 
 def interrupted(call):
     begin = time.monotonic()
@@ -143,7 +143,6 @@ def work():
         source, places = gpuops.to_device(x), gpuops.to_device(indices)
         bad, out = gpuops.to_device([1 << 16]), gpuops.empty(1, int)
         stream.synchronize()
-        queued = time.monotonic()
         fake.take_time(stream.ptr, SECONDS)
         result = gpuops.gather(source, places)
         event = gpuops.Event(blocking_sync=BLOCKING)
@@ -165,7 +164,7 @@ def work():
         faults[0].__enter__()
 
     late = interrupted(lambda: WAIT)
-    assert late < SECONDS - 0.5, f"{late:.2f} s"
+    assert late < SECONDS / 2, f"{late:.2f} s"
     assert not stream.query() and not event.query()
     # Nobody else has memory that the kernels behind the long one are to use.
     used = [result.ptr, places.ptr]
@@ -174,6 +173,7 @@ def work():
     gc.collect()
     assert not {gpuops.zeros(x.size, int, stream=other).ptr for _ in range(4)} & {*used}
     assert not stream.query()
+    fake.hurry()
     # The bad index is told of once.
     try:
         stream.synchronize()
@@ -181,7 +181,6 @@ def work():
         assert str(1 << 16) in str(error)
     else:
         raise AssertionError("no IndexError")
-    assert time.monotonic() - queued > SECONDS - 0.01
     assert stream.query() and event.query()
     stream.synchronize()
     event.synchronize()
@@ -215,6 +214,7 @@ LONG_WAITS = {
     "to_device of what is turned there": "fake.set_ring_divisor(256) or to_device(square.T)",
     "to_device by a ring that is in use": "fake.set_ring_divisor(64) or [*map(to_device, (x, x))]",
     "to_device of every other element": "to_device(x[::2])",
+    "to_device of some page-locked elements with gaps": "to_device(locked[:2000:2])",
     "to_device of what has gaps and is turned": "to_device(square[:, :128].T)",
     "to_device without rings": "cannot_lock() or to_device(x)",
     "an operand on the host": "gpuops.add(result, locked, stream=stream)",
@@ -285,17 +285,16 @@ for call in (
     lambda: gpuops.matmul(square, square, device="cuda"),
     lambda: gpuops.scatter(x.copy(), indices, x, device="cuda"),
 ):
-    fake.take_time(0, 1.5)
-    begin = time.monotonic()
+    fake.take_time(0, 30)
     interrupt_after(0.2)
     try:
         call()
     except KeyboardInterrupt:
-        assert time.monotonic() - begin < 1
+        assert fake.pending()
     else:
         raise AssertionError("no KeyboardInterrupt")
+    fake.hurry()
     gpuops.synchronize()
-    assert time.monotonic() - begin > 1.4
 all_is_well()
 print("done")
 """
@@ -361,7 +360,8 @@ print("done")
 
 
 def test_keyboard_interrupt_of_copies_that_wait_for_a_ring(fake):
-    assert run_child(fake.gpuops, BEGIN + BUSY_RINGS, GPUOPS_DEVICE="cuda:0") == "done\n"
+    printed = run_child(fake.gpuops, BEGIN + BUSY_RINGS, timeout=240, GPUOPS_DEVICE="cuda:0")
+    assert printed == "done\n"
 
 
 def test_keyboard_interrupt_of_copies_through_rings(fake):
@@ -408,16 +408,16 @@ fake.set_scheduler("lazy")
 stream = gpuops.Stream()
 source, places = (gpuops.to_device(array, stream=stream) for array in (x, indices))
 out = gpuops.empty(x.shape, int, stream=stream)
-fake.take_time(stream.ptr, 2)
-begin = time.monotonic()
+fake.take_time(stream.ptr, 30)
 interrupt_after(0.2)
 try:
     gpuops.gather(source, places, out=out, stream=stream)
 except KeyboardInterrupt:
-    assert time.monotonic() - begin < 1.5 and not stream.query()
+    assert not stream.query()
 else:
     raise AssertionError("no KeyboardInterrupt")
-assert (out.to_host() == expected).all() and time.monotonic() - begin > 1.9
+fake.hurry()
+assert (out.to_host() == expected).all()
 all_is_well()
 print("done")
 """
@@ -440,17 +440,16 @@ fake.set_scheduler("lazy")
 stream, x, y = gpuops.Stream(), np.ones(100, np.float32), np.zeros(100, np.float32)
 x, y = (PLACE(array, stream=stream) for array in (x, y))
 with fake.twin("saxpy", saxpy_twin):
-    fake.take_time(stream.ptr, 2)
-    begin = time.monotonic()
+    fake.take_time(stream.ptr, 30)
     interrupt_after(0.2)
     try:
         saxpy[1, 128, stream](2, x, y, 100)
     except KeyboardInterrupt:
-        assert time.monotonic() - begin < 1.5 and not stream.query()
+        assert not stream.query()
     else:
         raise AssertionError("no KeyboardInterrupt")
+    fake.hurry()
     stream.synchronize()
-    assert time.monotonic() - begin > 1.9
     saxpy[1, 128, stream](2, x, y, 100)
     del x
     gpuops.synchronize()
@@ -550,11 +549,15 @@ def calls():
 
 def handler(number, frame):
     global child, before
+    assert fake.pending()  # it is in the middle of the wait
     child = os.fork()
     if child == 0:
         signal.alarm(20)
         before = calls()
-        raise InTheChild
+        if raises:
+            raise InTheChild
+    else:
+        fake.hurry()
 
 signal.signal(signal.SIGINT, handler)
 for wait in (
@@ -566,16 +569,17 @@ for wait in (
     lambda: gpuops.add(x[::2], x[1::2], device="cuda"), lambda: gpuops.gather(x, x, device="cuda"),
     lambda: gpuops.add(table, table, device="cuda"),
 ):
-    fake.take_time(stream.ptr, 0.5)
-    fake.take_time(0, 0.5)  # the default stream
-    event.record(stream)
-    interrupt_after(0.1)
-    try:
-        wait()
-    except InTheChild:
-        after = calls()
-        os._exit(after != before)
-    assert os.waitpid(child, 0)[1] == 0, wait
+    for raises in True, False:
+        fake.take_time(stream.ptr, 30)
+        fake.take_time(0, 30)  # the default stream
+        event.record(stream)
+        interrupt_after(0.1)
+        try:
+            wait()
+        except (InTheChild, gpuops.ForkedProcessError) as error:
+            after = calls()
+            os._exit(after != before or isinstance(error, InTheChild) != raises)
+        assert os.waitpid(child, 0)[1] == 0, (wait, raises)
 print("done")
 """
 
@@ -637,8 +641,8 @@ def handler(number, frame):
 signal.signal(signal.SIGINT, handler)
 event, d = gpuops.Event(), gpuops.to_device(x, stream=stream)
 for wait in stream.synchronize, event.synchronize, gpuops.synchronize, d.to_host:
-    fake.take_time(stream.ptr, 0.5)
     begin = time.monotonic()
+    fake.take_time(stream.ptr, 0.5)
     event.record(stream)
     interrupt_after(0.1)
     wait()

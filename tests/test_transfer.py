@@ -556,8 +556,8 @@ def test_a_copy_up_behind_long_work(small_rings):
     gpuops.to_device(x, stream=stream).to_host()
     fake.set_scheduler("lazy")
     for _ in range(3):
-        fake.take_time(stream.ptr, 0.1)
         waits, begin = fake.calls("cudaEventSynchronize"), time.monotonic()
+        fake.take_time(stream.ptr, 0.1)
         d = gpuops.to_device(x, stream=stream)
         assert time.monotonic() - begin > 0.09
         assert fake.calls("cudaEventSynchronize") == waits

@@ -196,6 +196,10 @@ class Fake:
         )
         assert error == 0, f"CUDA error {error}"
 
+    def hurry(self):
+        """Ends the kernels that take their time; not while another thread waits for one."""
+        self.library.fake_hurry()
+
     def pending(self):
         """How many operations are queued: copies, kernels, waits and so on."""
         return self.library.fake_pending()

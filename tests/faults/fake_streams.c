@@ -752,6 +752,15 @@ cudaError_t fake_take_time(cudaStream_t handle, int64_t milliseconds)
     return cudaSuccess;
 }
 
+/* Kernels that take their time are at their end. */
+void fake_hurry(void)
+{
+    LOCKED();
+    for (Stream *stream = streams; stream; stream = stream->next)
+        for (Operation *operation = stream->first; operation; operation = operation->next)
+            operation->end_milliseconds = 0;
+}
+
 /* How much work is waiting to be done, on all devices. */
 long fake_pending(void)
 {
