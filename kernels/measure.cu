@@ -26,9 +26,9 @@
  *                 image, of 1 ms
  *
  * Of those that do the same work only one is run. Products of matrices are not: on the CPU they are
- * NumPy's, which _calibration.py times in some 10 ms more, or in 60 where the threads of its BLAS
- * wait for processors, and on the GPU they may be that of a library that takes long to open. There
- * the number of multiprocessors and their clock tell.
+ * NumPy's, which _calibration.py times in some 20 ms more, or in up to 200 where the threads of its
+ * BLAS wait for processors, and on the GPU they may be that of a library that takes long to open.
+ * There the number of multiprocessors and their clock tell.
  */
 #include "common.cuh"
 #include "pipeline.cuh"
