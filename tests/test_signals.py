@@ -318,7 +318,7 @@ fake = Fake(Path(gpuops.__path__[0]).parent / "cudart")
 fake.set_scheduler("lazy")
 fake.set_ring_divisor(64)
 large, stream, times = np.arange(1 << 18), gpuops.Stream(), random.Random(0)
-table, many = large.reshape(-1, 16), np.arange(6000)
+table, many, few = large.reshape(-1, 16), np.arange(6000), large[: 6 << 13]
 kept = [gpuops.to_device(large - i, stream=stream) for i in range(3)]
 rows = gpuops.empty((6000, 16), int, stream=stream)
 stream.synchronize()
@@ -330,6 +330,7 @@ signal.signal(signal.SIGALRM, interrupt)
 interrupts = 0
 for i in range(60):
     fake.take_time(stream.ptr, 0.08)
+    before = gpuops.to_device(few + i, stream=stream)  # is on its way in most of the ring
     try:
         signal.setitimer(signal.ITIMER_REAL, times.uniform(1e-4, 0.1))
         begin = time.monotonic()
@@ -343,6 +344,7 @@ for i in range(60):
         signal.setitimer(signal.ITIMER_REAL, 0)
     after = gpuops.to_device(large - i, stream=stream)
     assert (after.to_host() == large - i).all(), i
+    assert (before.to_host() == few + i).all(), i
 assert interrupts == 60
 for i, array in enumerate(kept):
     assert (array.to_host() == large - i).all()
@@ -355,7 +357,7 @@ for _ in range(2):  # as no signal has ended it, and that once more
     assert (last[0].to_host() == large).all() and (last[1].to_host() == 2 * large - 1).all()
     assert (rows.to_host() == table[:6000]).all()
     assert (last[2].to_host() == large.reshape(512, 512).T).all()
-del kept, rows, last, after, array
+del kept, rows, last, before, after, array
 gc.collect()
 gpuops.synchronize()
 assert gpuops.memory_info().used == 0 and fake.take_misuse() == ""
