@@ -26,7 +26,7 @@
  *                 image, of 1 ms
  *
  * Of those that do the same work only one is run. Products of matrices are not: on the CPU they are
- * NumPy's, which _calibration.py times in some 20 ms more, or in up to 200 where the threads of its
+ * NumPy's, which _calibration.py times in some 20 ms more, or in some 100 where the threads of its
  * BLAS wait for processors, and on the GPU they may be that of a library that takes long to open.
  * There the number of multiprocessors and their clock tell.
  */

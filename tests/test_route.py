@@ -1012,13 +1012,13 @@ def test_runs_go_on_while_they_become_faster_or_are_slower_than_expected(monkeyp
         fastest(2e-1, 2.1e-2, 1e-3),
         fastest(3e-2, 2e-3, *[1e-3] * 4),  # threads that were started
         fastest(4e-3, 3e-3, 2e-3, 1.5e-3, 1e-3, 7e-4, 4e-4, 3e-4),
-        fastest(*[1e-5] * 999),
-        fastest(*[5e-5] * 50, *[5e-6] * 999),  # a processor that was at rest
+        fastest(*[7e-6] * 999),
+        fastest(*[5e-5] * 50, *[7e-6] * 999),  # a processor that was at rest
         # Another process has the processor.
-        fastest(5e-5, 2.5e-2, 4e-5, 2.5e-2, *[5e-6] * 999),
-        fastest(5e-5, 2.5e-2, 4e-5, 2.5e-2, 3e-5, 2.5e-2, *[5e-6] * 999),
+        fastest(5e-5, 1.2e-2, 4e-5, 1.2e-2, *[7e-6] * 999),
+        fastest(5e-5, 1.2e-2, 4e-5, 1.2e-2, 3e-5, 1.2e-2, *[7e-6] * 999),
         # Threads that do not yet have a processor each.
-        fastest(2e-2, *[3e-3] * 6, 1e-4, 1e-4, *[1e-5] * 999, expected=1e-3),
+        fastest(2e-2, *[3e-3] * 6, 1e-4, 1e-4, *[7e-6] * 999, expected=1e-3),
         fastest(2e-2, *[2e-3] * 7, 1.2e-3, 1e-4, expected=1e-3),
         fastest(2e-2, *[3e-3] * 12, expected=1e-3),  # long
         fastest(3e-3, 3e-3, 3e-3, *[2e-4] * 99, expected=1e-3),
@@ -1026,9 +1026,9 @@ def test_runs_go_on_while_they_become_faster_or_are_slower_than_expected(monkeyp
     ]
     monkeypatch.undo()
     assert found == [
-        (1.9e-3, 3), (1.5e-3, 4), (2e-2, 2), (2.1e-2, 2), (1e-3, 4), (7e-4, 6), (1e-5, 302),
-        (5e-6, 602), (5e-6, 602), (3e-5, 6),
-        (1e-5, 301), (1.2e-3, 9), (3e-3, 8), (2e-4, 16), (1.2e-3, 4),
+        (1.9e-3, 3), (1.5e-3, 4), (2e-2, 2), (2.1e-2, 2), (1e-3, 4), (7e-4, 6), (7e-6, 430),
+        (7e-6, 430), (7e-6, 430), (3e-5, 6),
+        (7e-6, 430), (1.2e-3, 9), (3e-3, 8), (2e-4, 16), (1.2e-3, 4),
     ]  # fmt: skip
 
 
