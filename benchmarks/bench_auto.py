@@ -30,8 +30,8 @@ from .harness import (
     count_name,
     duration,
     fresh_cache,
+    is_certain,
     memory_free,
-    ratio_of,
 )
 from .whole import FACTOR
 
@@ -236,14 +236,16 @@ def case_of(run: Run, name: str, operator: Operator, count: int, clock: str) -> 
         [inputs],
         moved,
         tolerance=operator.tolerance,
-        is_kept=is_kept,
+        is_decided=is_decided,
     )
 
 
-def is_kept(samples: dict[str, list[float]]) -> bool:
-    """Tell whether auto takes no longer than it promises."""
-    ratios = {name: ratio_of(samples, AUTO, name) for name in samples if AUTO in samples}
-    return all((slowness(ratios, others) or 0) <= most for _, others, most in PROMISES)
+def is_decided(samples: dict[str, list[float]]) -> bool:
+    """Tell whether it is certain of each promise that auto keeps it, or that it does not."""
+    others = [(name, most) for _, names, most in PROMISES for name in names if name in samples]
+    return AUTO not in samples or all(
+        is_certain(samples, AUTO, name, most) for name, most in others
+    )
 
 
 def slowness(ratios: dict[str, float], others: tuple[str, ...]) -> float | None:
@@ -289,7 +291,7 @@ def page_locked_case(run: Run, name: str, table: numpy.ndarray, count: int) -> C
     contestants["NumPy"] = Contestant(take)
     name += f", {count_name(count)} " + ("elements" if width == 1 else f"rows of {4 * width} bytes")
     moved = 2 * count * width * table.itemsize + indices[0][0].nbytes
-    return Case(name, contestants, take, [table], indices, moved, is_kept=is_kept)
+    return Case(name, contestants, take, [table], indices, moved, is_decided=is_decided)
 
 
 def summarize(run: Run, records: list[dict]) -> None:

@@ -6,8 +6,8 @@ them. Each round has another order, so that nobody always comes after the same o
 would become part of the figures. Inputs are random, drawn afresh for every run, and change with
 every call, but for those that no cache holds any part of. Figures are medians, ratios are medians
 of the ratios within a round, and the limits of the machine (copies without any gathering) are
-measured in the same run. Where a promise seems to be broken, three times as many rounds follow
-before that is said, and all of them count: the first ones may have had bad luck.
+measured in the same run. Where something is promised, rounds go on until it is certain, as far as
+there is time, whether it is kept: the first ones may have had good or bad luck.
 """
 
 import contextlib
@@ -41,8 +41,9 @@ Call = Callable[[], Any]
 # Of the processor time, from which on it is told what others took.
 NOTABLE_PART = 0.02
 
-# For each round so far, where a promise seems to be broken.
-MORE_ROUNDS = 3
+# How long rounds go on where chance may decide, and what it may be at most to be certain.
+DOUBT_SECONDS = 20.0
+CHANCE = 0.05
 
 
 def wall(call: Call) -> float:
@@ -138,7 +139,8 @@ class Case:
     Results may differ from the reference by `tolerance`, in parts of its largest value.
     Without a `reference` the contestants do different things, which stand beside each other only
     to see how long each takes. `curve` is the operator and the size of one point of a plot.
-    `is_kept` tells from all samples so far whether what is promised of the case is kept.
+    `is_decided` tells from all samples so far whether what is promised of the case is certain to be
+    kept, or not to be.
     """
 
     name: str
@@ -151,7 +153,7 @@ class Case:
     targets: Sequence["Target"] = ()
     tolerance: float = 0.0
     curve: tuple[str, int] | None = None
-    is_kept: Callable[[dict[str, list[float]]], bool] | None = None
+    is_decided: Callable[[dict[str, list[float]]], bool] | None = None
 
 
 @dataclass
@@ -274,9 +276,12 @@ class Run:
                 break  # a round takes longer than there is time for all
             self._go_round(case, inputs, samples)
             rounds += 1
-        if case.is_kept is not None and not self.quick and not case.is_kept(samples):
-            for _ in range(MORE_ROUNDS * rounds):
-                self._go_round(case, inputs, samples)
+        deadline = time.perf_counter() + DOUBT_SECONDS
+        while case.is_decided is not None and not self.quick and not case.is_decided(samples):
+            if rounds >= most or time.perf_counter() > deadline:
+                break
+            self._go_round(case, inputs, samples)
+            rounds += 1
         peers.settle()
         return samples
 
@@ -463,6 +468,17 @@ def ratio_of(samples: dict[str, list[float]], ours: str, peer: str) -> float:
     return statistics.median(b / a for a, b in zip(samples[ours], samples[peer], strict=True))
 
 
+def is_certain(samples: dict[str, list[float]], ours: str, peer: str, most: float) -> bool:
+    """Tell on which side of `most` times the peer's time the median of ours is, but for chance.
+
+    By the sign test: that many rounds, or more, on one side are no chance.
+    """
+    rounds = len(samples[ours])
+    beyond = sum(a > most * b for a, b in zip(samples[ours], samples[peer], strict=True))
+    fewer = min(beyond, rounds - beyond)
+    return 2 * sum(math.comb(rounds, count) for count in range(fewer + 1)) <= CHANCE * 2**rounds
+
+
 def measure_limits(run: Run) -> None:
     """Measure what the machine can do at best: plain copies, beside which the rates are read."""
     mebibytes = 8 if run.quick else 512
@@ -473,9 +489,13 @@ def measure_limits(run: Run) -> None:
     run.limits["host copy, 1 thread"] = _copy_rate(source, target, 1)
     run.limits[f"host copy, {threads} threads"] = _copy_rate(source, target, threads)
     run.limits[f"fresh host memory, {threads} threads"] = _fresh_rate(len(source), threads)
+    copied = _fresh_rate(len(source), threads, source[: 2 << 20])
+    run.limits[f"copy to fresh memory, {threads} threads"] = copied
     if (gpu := peers.gpu()) is not None:
         run.limits |= gpu.copy_rates(mebibytes << 20)
-    run.say("limits of this machine (GB/s, bytes read and written; of pinned memory: bytes moved)")
+    run.say(
+        "limits of this machine (GB/s, bytes read and written; of fresh and pinned memory once)"
+    )
     if gpu is not None and gpuops.is_available():
         try:
             run.limits[READING] = _reading_rate(gpu, mebibytes << 20)
@@ -517,14 +537,20 @@ def _copy_rate(source: numpy.ndarray, target: numpy.ndarray, threads: int) -> fl
     return 2e-9 * len(source) / seconds
 
 
-def _fresh_rate(size: int, threads: int) -> float:
+def _fresh_rate(size: int, threads: int, source: numpy.ndarray | None = None) -> float:
     """Let the system make memory, in huge pages where it has them: a byte of each page is touched.
 
-    It clears what it makes, before which nobody can have a result in fresh memory.
+    It clears what it makes, before which nobody can have a result in fresh memory. A source is
+    copied there again and again: no result comes sooner, from wherever it comes.
     """
 
-    def touch(memory: numpy.ndarray, begin: int, end: int) -> None:
-        memory[begin : end : mmap.PAGESIZE] = 1
+    def make(memory: numpy.ndarray, begin: int, end: int) -> None:
+        if source is None:
+            memory[begin : end : mmap.PAGESIZE] = 1
+            return
+        for at in range(begin, end, len(source)):
+            piece = memory[at : min(at + len(source), end)]
+            numpy.copyto(piece, source[: len(piece)])
 
     times = []
     private = getattr(mmap, "MAP_PRIVATE", 0) | getattr(mmap, "MAP_ANONYMOUS", 0)
@@ -534,7 +560,7 @@ def _fresh_rate(size: int, threads: int) -> float:
                 mapped.madvise(mmap.MADV_HUGEPAGE)
             memory = numpy.frombuffer(mapped, numpy.uint8)
             started = time.perf_counter()
-            _in_parts(functools.partial(touch, memory), size, threads)
+            _in_parts(functools.partial(make, memory), size, threads)
             times.append(time.perf_counter() - started)
             del memory
     return 1e-9 * size / statistics.median(times)

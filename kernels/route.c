@@ -47,11 +47,11 @@ static const double FILTER_SUMS[] = {SMALL_SUMS, LARGE_SUMS, FAR_FILTER_SUMS};
 /* Below this, nobody asks what is page-locked. */
 static const double LARGE_BYTES = 16 << 20;
 
-/* How far apart the two have to be for the GPU to be taken: what is expected of it is what it takes
- * at best, while the CPU's time is seldom much more than that. Either error is to cost no more than
- * 1.15 times the best way's time; but products are NumPy's own on the CPU, and by the GPU they are
- * to take no more than 1.05 times as long. */
-static const double DOUBT = 1.05, DOUBT_OF_PRODUCTS = 1.15;
+/* How far apart the two have to be for the GPU to be taken. Of rows both may err alike. What is
+ * expected of a GPU for the others is what it takes at best, while the CPU's time is seldom more
+ * than that; and products are NumPy's own there, than which the GPU is to take hardly longer. */
+static const double DOUBT[WORK_KINDS] = {
+    [WORK_ELEMENTS] = 1.05, [WORK_ROWS] = 1, [WORK_PRODUCTS] = 1.15, [WORK_FILTERS] = 1.05};
 
 /* Below this, nobody asks whether there is room on the GPU. */
 static const double ROOM_BYTES = 64 << 20;
@@ -627,8 +627,7 @@ static bool has_room(const Call *call, int device, const Candidate *candidate)
 static const char *pick(const Call *call, Route *route)
 {
     route->chosen = 0;
-    const double doubt = call->op->work == WORK_PRODUCTS ? DOUBT_OF_PRODUCTS : DOUBT;
-    double least = route->candidates[0].seconds / doubt;
+    double least = route->candidates[0].seconds / DOUBT[call->op->work];
     for (int i = 1; i < route->count; i++) {
         if (route->candidates[i].seconds >= least) continue;
         least = route->candidates[i].seconds;

@@ -502,14 +502,21 @@ assert (out.to_host() == table[indices]).all()
 # Products are NumPy's own on the CPU, which are to take hardly longer under auto.
 @pytest.mark.parametrize(
     ("name", "start", "way"),
-    [("add", 0.97, "cpu"), ("add", 0.93, "cuda"), ("matmul", 0.89, "cpu"), ("matmul", 0.85, "cuda")],
+    [
+        ("add", 0.97, "cpu"),
+        ("add", 0.93, "cuda"),
+        ("matmul", 0.89, "cpu"),
+        ("matmul", 0.85, "cuda"),
+        ("gather", 0.99, "cuda"),
+    ],
 )
 def test_in_doubt_the_cpu_is_taken(child, name, start, way):
-    unit = {"add": 1.0 / 1200, "matmul": 0.5**18}[name]
+    unit = {"add": 1.0 / 1200, "matmul": 0.5**18, "gather": 1 / (100 * 76)}[name]
     child(f"""
 keep(slab_start={start}, **{{"{name}.start": {start}, "{name}.cpu_small": {unit}}})
-operand = dict(add=x[:100], matmul=np.ones((64, 64), "f4"))["{name}"]
-found = gpuops.explain("{name}", operand, operand, device="auto")
+a = np.ones((64, 64), "f4")
+operands = dict(add=(x[:100],) * 2, matmul=(a, a), gather=(x[:100], np.zeros(100, "i8")))["{name}"]
+found = gpuops.explain("{name}", *operands, device="auto")
 cpu, cuda = found.candidates
 near(cpu.seconds, 1.0)
 assert cuda.seconds < cpu.seconds and found.chosen.way == "{way}"
