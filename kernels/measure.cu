@@ -290,16 +290,34 @@ static double *rates_of(double *rates, int op)
     return rates + op * RATES_OF_OPERATOR;
 }
 
+/* What is to be done before each run of work on rows: there are other ones each time, since those
+ * of the last time are in the cache of the thread that takes them again. */
+struct NextRows {
+    const Areas &areas;
+    const Size &size;
+    WorkKind work;
+    mutable uint64_t first;
+
+    void operator()() const
+    {
+        if (work != WORK_ROWS) return;
+        fill_indices(areas, size, first);
+        first += (uint64_t)size.rows;
+    }
+};
+
 static Status measure_on_cpu(const Areas &areas, WorkKind work, const Size &size, int rate,
                              double *rates)
 {
-    if (work == WORK_ROWS) fill_indices(areas, size);
+    const NextRows next = {areas, size, work, 0};
     for (const Operator &op : operators) {
         Call call;
         double seconds;
         if (!is_measured(op, work, false)) continue;
+        next();
         Status status = prepare(&op, areas, size, &call);
-        if (status == STATUS_OK) status = fastest([&] { return run_call(&call); }, &seconds);
+        if (status == STATUS_OK)
+            status = fastest_after(next, [&] { return run_call(&call); }, &seconds);
         if (status != STATUS_OK) return status;
         rates_of(rates, op.number)[rate] = seconds / route_units(&call);
     }
@@ -340,16 +358,11 @@ static Status measure_far_elements(Areas areas, double *rates)
     return measure_far(areas, OPERATOR_sigmoid, DROPPED, forget, rates);
 }
 
-/* Of a table that is as large as that; other ones each time, since those of the last time are in a
- * cache. */
+/* Of a table that is as large as that. */
 static Status measure_far_rows(const Areas &areas, double *rates)
 {
-    uint64_t first = 0;
-    const auto move_on = [&] {
-        fill_indices(areas, FAR, first);
-        first += (uint64_t)FAR.rows;
-    };
-    return measure_far(areas, OPERATOR_gather, FAR, move_on, rates);
+    const NextRows next = {areas, FAR, WORK_ROWS, 0};
+    return measure_far(areas, OPERATOR_gather, FAR, next, rates);
 }
 
 /* An image that takes so long that it does not count when the threads wake up. No multiplication

@@ -432,8 +432,8 @@ FASTEST = {
     "sigmoid": dict.fromkeys(EVERY[:-2], CPU),  # above, either is as fast
     "sigmoid_backward": dict.fromkeys(EVERY, CPU),
     **{
-        name: dict.fromkeys(EVERY[:11], CPU) | dict.fromkeys((1 << 26, 1 << 28), CUDA)
-        for name in ("gather", "take", "take_along_axis")
+        name: dict.fromkeys(EVERY[:10], CPU) | dict.fromkeys((1 << 26, 1 << 28), CUDA)
+        for name in ("gather", "take", "take_along_axis")  # between, either is as fast
     },
     **{
         name: dict.fromkeys(EVERY[:7], CPU) | dict.fromkeys((1 << 26, 1 << 28), CUDA)
@@ -1446,11 +1446,12 @@ def test_explain_makes_nothing_and_runs_nothing(gpu):
         fake = gpu.fake
         return (fake.calls("cudaLaunchKernel"), fake.live().allocations) if fake else None
 
-    before = work()
     target = np.zeros(5)
-    gpu.gpuops.explain("scatter", target, [1], 2.0)
     huge = np.broadcast_to(np.float32(1), (1 << 30, 1 << 20))
-    found = gpu.gpuops.explain("sigmoid", huge)
+    for _ in range(2):  # the first time the machine may be measured
+        before = work()
+        gpu.gpuops.explain("scatter", target, [1], 2.0)
+        found = gpu.gpuops.explain("sigmoid", huge)
     assert found.candidates[-1].bytes_down == 1 << 52
     assert not target.any()
     assert work() == before
