@@ -41,9 +41,12 @@ Call = Callable[[], Any]
 # Of the processor time, from which on it is told what others took.
 NOTABLE_PART = 0.02
 
-# How long rounds go on where chance may decide, and what it may be at most to be certain.
-DOUBT_SECONDS = 20.0
-CHANCE = 0.05
+# Where chance may decide whether a promise is kept: for how many times as long rounds go on, what
+# of the limit no chance would have all of them be within, or beyond, and how probable the outcome
+# may be by chance alone; less where the promise seems to be broken, since some hundred are made.
+DOUBT_TIMES = 100
+CLEAR = 1.5
+CHANCE_KEPT, CHANCE_BROKEN = 0.05, 0.001
 
 
 def wall(call: Call) -> float:
@@ -276,7 +279,7 @@ class Run:
                 break  # a round takes longer than there is time for all
             self._go_round(case, inputs, samples)
             rounds += 1
-        deadline = time.perf_counter() + DOUBT_SECONDS
+        deadline = time.perf_counter() + DOUBT_TIMES * seconds
         while case.is_decided is not None and not self.quick and not case.is_decided(samples):
             if rounds >= most or time.perf_counter() > deadline:
                 break
@@ -473,10 +476,13 @@ def is_certain(samples: dict[str, list[float]], ours: str, peer: str, most: floa
 
     By the sign test: that many rounds, or more, on one side are no chance.
     """
-    rounds = len(samples[ours])
-    beyond = sum(a > most * b for a, b in zip(samples[ours], samples[peer], strict=True))
+    ratios = [a / b / most for a, b in zip(samples[ours], samples[peer], strict=True)]
+    if max(ratios) < 1 / CLEAR or min(ratios) > CLEAR:
+        return True
+    rounds, beyond = len(ratios), sum(ratio > 1 for ratio in ratios)
     fewer = min(beyond, rounds - beyond)
-    return 2 * sum(math.comb(rounds, count) for count in range(fewer + 1)) <= CHANCE * 2**rounds
+    chance = 2 * sum(math.comb(rounds, count) for count in range(fewer + 1)) / 2**rounds
+    return chance <= (CHANCE_BROKEN if 2 * beyond > rounds else CHANCE_KEPT)
 
 
 def measure_limits(run: Run) -> None:

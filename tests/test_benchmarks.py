@@ -242,12 +242,12 @@ ROUNDS = """
 from benchmarks import bench_auto, harness
 from benchmarks.harness import Case, Contestant
 
-def measured(is_slow):
+def measured(is_slow, fast=1e-3):
     calls = -2  # the first one is not timed
     def auto():
         nonlocal calls
         calls += 1
-        return 1.2e-3 if is_slow(calls) else 1e-3
+        return 1.2e-3 if is_slow(calls) else fast
     contestants = {bench_auto.AUTO: Contestant(auto, clock="told"),
                    "NumPy": Contestant(lambda: 1e-3, clock="told")}
     run.measure(Case("auto: one", contestants, None, is_decided=bench_auto.is_decided))
@@ -255,11 +255,12 @@ def measured(is_slow):
     (target,) = run.cases[-1]["targets"]
     print("samples:", run.cases[-1]["results"]["NumPy"]["samples"], target["reached"])
 
-run.case_seconds = 0
+run.case_seconds, harness.DOUBT_TIMES = 1e-9, 1e12
 for is_slow in (lambda i: False, lambda i: i < 3, lambda i: i >= 3, lambda i: True,
                 lambda i: i % 2):
     measured(is_slow)
-harness.DOUBT_SECONDS = 0
+measured(lambda i: False, fast=0.6e-3)
+harness.DOUBT_TIMES = 0
 measured(lambda i: i < 3)
 """
 
@@ -267,8 +268,12 @@ measured(lambda i: i < 3)
 def test_rounds_until_a_promise_is_decided(cpu_device, tmp_path):
     said = said_by(cpu_device, tmp_path, ROUNDS).splitlines()
     found = [line.removeprefix("samples: ") for line in said if line.startswith("samples:")]
-    # Of 6 on one side, 2 / 64 is chance, and 0.035 where there are 3 of 15 on the other side.
-    assert found == ["6 True", "15 True", "15 False", "6 False", "100 False", "3 False"]
+    # 2 / 2**6 and 2 / 2**11 are chance for 6 and 11 on one side, 0.035 and 0.00086 for all but 3
+    # of 15 and 22. What is far within the promise is decided at once.
+    assert found == [
+        *("6 True", "15 True", "22 False", "11 False", "100 False"),
+        *("3 True", "3 False"),
+    ]
 
 
 # What the peer without a check is given, and whether it would write all of the result.
