@@ -51,10 +51,12 @@ _MOST_REST_SECONDS = 0.3
 _MOST_WAITING = 0.1
 _TICKS = "/proc/stat"
 
-# What decides with how many threads NumPy multiplies, which GPU has which number, and whether
-# copies have page-locked buffers.
+# What decides with how many threads NumPy multiplies, with which instructions, which GPU has which
+# number, and whether copies have page-locked buffers.
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS")
-_VARIABLES = (*_THREADS, "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "GPUOPS_PINNED_LIMIT")
+_INSTRUCTIONS = ("OPENBLAS_CORETYPE", "MKL_ENABLE_INSTRUCTIONS", "NPY_DISABLE_CPU_FEATURES")
+_DEVICES = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "GPUOPS_PINNED_LIMIT")
+_VARIABLES = (*_THREADS, *_INSTRUCTIONS, *_DEVICES)
 
 
 def calibrate(ordinal: int, work: str) -> None:

@@ -1193,6 +1193,7 @@ for name in ("version", "cpu_threads", "cpu_level", "cuda_build", "cuda_driver")
     keys.add(key())
 calibration._core._config = real
 for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS",
+             "OPENBLAS_CORETYPE", "MKL_ENABLE_INSTRUCTIONS", "NPY_DISABLE_CPU_FEATURES",
              "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "GPUOPS_PINNED_LIMIT"):
     os.environ[name] = "77"
     keys.add(key())
@@ -1218,7 +1219,7 @@ keys.add(key())
 info = calibration._core._device_info
 calibration._core._device_info = lambda ordinal: ("another", *info(ordinal)[1:])
 keys.add(key())
-assert len(keys) == 21, len(keys)
+assert len(keys) == 24, len(keys)
 """)
 
 
