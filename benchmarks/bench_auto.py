@@ -47,6 +47,7 @@ PROMISES = (
     ("NumPy or SciPy", ("NumPy", "SciPy"), 1.05),
     ("the best way", (CPU, GPU), 1.15),
 )
+DIGITS = 2  # that are printed, by which a promise is kept or not
 CASE_SECONDS = 1.0
 # Of the page-locked table in float32, quick and not; the width of its rows and how many are taken.
 TABLE, TABLE_QUICK = 1 << 28, 1 << 20
@@ -244,7 +245,7 @@ def is_decided(samples: dict[str, list[float]]) -> bool:
     """Tell whether it is certain of each promise that auto keeps it, or that it does not."""
     others = [(name, most) for _, names, most in PROMISES for name in names if name in samples]
     return AUTO not in samples or all(
-        is_certain(samples, AUTO, name, most) for name, most in others
+        is_certain(samples, AUTO, name, most + 10**-DIGITS / 2) for name, most in others
     )
 
 
@@ -254,7 +255,7 @@ def slowness(ratios: dict[str, float], others: tuple[str, ...]) -> float | None:
     To the digits that are printed, as for all targets. None where none of them took part.
     """
     found = [1 / ratios[name] for name in others if name in ratios]
-    return round(max(found), 2) if found else None
+    return round(max(found), DIGITS) if found else None
 
 
 def ways() -> dict[str, str]:
@@ -304,8 +305,9 @@ def summarize(run: Run, records: list[dict]) -> None:
             ratio = slowness({name: results[name]["ratio"] for name in results}, others)
             if AUTO not in results or ratio is None:
                 continue
-            ratios.append((ratio, record["case"].removeprefix("auto: ")))
-            text = f"{AUTO} takes {ratio:.2f} of the time of {what}, {most:g} promised"
+            chance = "" if record.get("decided", True) else ", which may be chance"
+            ratios.append((ratio, record["case"].removeprefix("auto: ") + chance))
+            text = f"{AUTO} takes {ratio:.2f} of the time of {what}, {most:g} promised{chance}"
             record["targets"].append({"text": text, "value": ratio, "reached": ratio <= most})
         if not ratios:
             continue

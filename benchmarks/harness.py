@@ -41,11 +41,12 @@ Call = Callable[[], Any]
 # Of the processor time, from which on it is told what others took.
 NOTABLE_PART = 0.02
 
-# Where chance may decide whether a promise is kept: for how many times as long rounds go on, what
-# of the limit no chance would have all of them be within, or beyond, and how probable the outcome
-# may be by chance alone; less where the promise seems to be broken, since some hundred are made.
+# Where chance may decide whether a promise is kept, rounds go on, for so many times as long.
 DOUBT_TIMES = 100
+# That all rounds are so many times within the limit, or beyond it, is no chance.
 CLEAR = 1.5
+# How probable the outcome may be by chance alone; less where the promise seems to be broken, since
+# some hundred are made.
 CHANCE_KEPT, CHANCE_BROKEN = 0.05, 0.001
 
 
@@ -253,6 +254,8 @@ class Run:
             "stolen": stolen,
             "results": results,
         }
+        if case.is_decided is not None:
+            record["decided"] = case.is_decided(samples)
         if case.curve is not None:
             record["curve"] = list(case.curve)
         verdicts = [self._verdict(case, target, samples, results) for target in case.targets]
@@ -547,7 +550,7 @@ def _fresh_rate(size: int, threads: int, source: numpy.ndarray | None = None) ->
     """Let the system make memory, in huge pages where it has them: a byte of each page is touched.
 
     It clears what it makes, before which nobody can have a result in fresh memory. A source is
-    copied there again and again: no result comes sooner, from wherever it comes.
+    copied there again and again by NumPy, as a result that comes from the caches would be.
     """
 
     def make(memory: numpy.ndarray, begin: int, end: int) -> None:

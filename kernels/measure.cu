@@ -20,7 +20,7 @@
  *     parts       48 MiB up and down, 3 runs; two more rings are locked         340    8
  *     on_gpu      6 operators, 6 runs of one call and 6 of five in a row          -    3
  *     cpu_small   8 operators, 6 runs of some 10 us each                         15    1
- *     cpu_large   the same, 2 to 6 runs of 0.2 to 2 ms each                    1200   11
+ *     cpu_large   the same, 2 to 6 runs of 0.2 to 2 ms each, of rows 3 or more  1350   11
  *     cpu_far     2 operators, 2 or 3 runs of 0.15 ms each, whose operands are   300    8
  *                 brought out of the caches before; rows, of 0.7 ms; and an
  *                 image, of 1 ms
@@ -306,22 +306,31 @@ struct NextRows {
     }
 };
 
+/* One of an operator's rates on the CPU. */
+template <class Before>
+static Status measure_rate(const Areas &areas, const Operator &op, const Size &size, int rate,
+                           const Before &before, int least, double *rates)
+{
+    Call call;
+    double seconds = 0;
+    Status status = prepare(&op, areas, size, &call);
+    if (status == STATUS_OK)
+        status = fastest_after(before, [&] { return run_call(&call); }, &seconds, least);
+    if (status == STATUS_OK) rates_of(rates, op.number)[rate] = seconds / route_units(&call);
+    return status;
+}
+
 static Status measure_on_cpu(const Areas &areas, WorkKind work, const Size &size, int rate,
                              double *rates)
 {
     const NextRows next = {areas, size, work, 0};
-    for (const Operator &op : operators) {
-        Call call;
-        double seconds;
-        if (!is_measured(op, work, false)) continue;
-        next();
-        Status status = prepare(&op, areas, size, &call);
-        if (status == STATUS_OK)
-            status = fastest_after(next, [&] { return run_call(&call); }, &seconds);
-        if (status != STATUS_OK) return status;
-        rates_of(rates, op.number)[rate] = seconds / route_units(&call);
-    }
-    return STATUS_OK;
+    /* To fill in the indices takes as long as the work. */
+    const int least = work == WORK_ROWS ? MORE_RUNS : LEAST_RUNS;
+    Status status = STATUS_OK;
+    for (const Operator &op : operators)
+        if (status == STATUS_OK && is_measured(op, work, false))
+            status = measure_rate(areas, op, size, rate, next, least, rates);
+    return status;
 }
 
 static void leave_caches(void *data, int64_t begin, int64_t end)
@@ -329,18 +338,11 @@ static void leave_caches(void *data, int64_t begin, int64_t end)
     drop_from_caches(static_cast<char *>(data) + begin * CACHE_LINE_BYTES, end - begin);
 }
 
-/* What is to be done before each run. */
 template <class Before>
 static Status measure_far(const Areas &areas, int op, const Size &size, const Before &before,
                           double *rates)
 {
-    Call call;
-    double seconds = 0;
-    Status status = prepare(&operators[op], areas, size, &call);
-    if (status == STATUS_OK)
-        status = fastest_after(before, [&] { return run_call(&call); }, &seconds);
-    if (status == STATUS_OK) rates_of(rates, op)[RATE_CPU_FAR] = seconds / route_units(&call);
-    return status;
+    return measure_rate(areas, operators[op], size, RATE_CPU_FAR, before, LEAST_RUNS, rates);
 }
 
 /* The caches of some processors hold more than can be cleared and worked on in a few milliseconds;

@@ -47,9 +47,9 @@ static const double FILTER_SUMS[] = {SMALL_SUMS, LARGE_SUMS, FAR_FILTER_SUMS};
 /* Below this, nobody asks what is page-locked. */
 static const double LARGE_BYTES = 16 << 20;
 
-/* How far apart the two have to be for the GPU to be taken. Of rows both may err alike. What is
- * expected of a GPU for the others is what it takes at best, while the CPU's time is seldom more
- * than that; and products are NumPy's own there, than which the GPU is to take hardly longer. */
+/* How far apart the two have to be for the GPU to be taken. Of rows both err alike. Elements that
+ * no cache holds take the CPU less than is expected, products and filters the GPU more; and
+ * products are NumPy's own on the CPU, than which the GPU is to take hardly longer. */
 static const double DOUBT[WORK_KINDS] = {
     [WORK_ELEMENTS] = 1.05, [WORK_ROWS] = 1, [WORK_PRODUCTS] = 1.15, [WORK_FILTERS] = 1.05};
 

@@ -432,7 +432,7 @@ FASTEST = {
     "sigmoid": dict.fromkeys(EVERY[:-2], CPU),  # above, either is as fast
     "sigmoid_backward": dict.fromkeys(EVERY, CPU),
     **{
-        name: dict.fromkeys(EVERY[:10], CPU) | dict.fromkeys((1 << 26, 1 << 28), CUDA)
+        name: dict.fromkeys(EVERY[:10], CPU) | dict.fromkeys((1 << 24, 1 << 26, 1 << 28), CUDA)
         for name in ("gather", "take", "take_along_axis")  # between, either is as fast
     },
     **{
@@ -508,14 +508,18 @@ assert (out.to_host() == table[indices]).all()
         ("matmul", 0.89, "cpu"),
         ("matmul", 0.85, "cuda"),
         ("gather", 0.99, "cuda"),
+        ("correlate", 0.97, "cpu"),
+        ("correlate", 0.93, "cuda"),
     ],
 )
-def test_in_doubt_the_cpu_is_taken(child, name, start, way):
-    unit = {"add": 1.0 / 1200, "matmul": 0.5**18, "gather": 1 / (100 * 76)}[name]
+def test_how_far_apart_the_ways_have_to_be(child, name, start, way):
+    sums = {"add": 1200, "matmul": 64**3, "gather": 100 * 76, "correlate": 64**2 * 25}
+    unit = 1 / sums[name]
     child(f"""
 keep(slab_start={start}, **{{"{name}.start": {start}, "{name}.cpu_small": {unit}}})
 a = np.ones((64, 64), "f4")
-operands = dict(add=(x[:100],) * 2, matmul=(a, a), gather=(x[:100], np.zeros(100, "i8")))["{name}"]
+operands = dict(add=(x[:100],) * 2, matmul=(a, a), gather=(x[:100], np.zeros(100, "i8")),
+                correlate=(a, np.ones((5, 5))))["{name}"]
 found = gpuops.explain("{name}", *operands, device="auto")
 cpu, cuda = found.candidates
 near(cpu.seconds, 1.0)
