@@ -30,7 +30,7 @@ from .harness import (
     count_name,
     duration,
     fresh_cache,
-    is_certain,
+    is_kept,
     memory_free,
 )
 from .whole import FACTOR
@@ -237,16 +237,19 @@ def case_of(run: Run, name: str, operator: Operator, count: int, clock: str) -> 
         [inputs],
         moved,
         tolerance=operator.tolerance,
-        is_decided=is_decided,
+        undecided=undecided,
     )
 
 
-def is_decided(samples: dict[str, list[float]]) -> bool:
-    """Tell whether it is certain of each promise that auto keeps it, or that it does not."""
-    others = [(name, most) for _, names, most in PROMISES for name in names if name in samples]
-    return AUTO not in samples or all(
-        is_certain(samples, AUTO, name, most + 10**-DIGITS / 2) for name, most in others
-    )
+def undecided(samples: dict[str, list[float]]) -> list[str]:
+    """Name the promises of which it is not certain that auto keeps them, nor that it does not."""
+
+    def is_open(others: tuple[str, ...], most: float) -> bool:
+        names = [name for name in others if {AUTO, name} <= samples.keys()]
+        kept = [is_kept(samples, AUTO, name, most + 10**-DIGITS / 2) for name in names]
+        return None in kept and False not in kept  # broken with one of them, it is broken
+
+    return [what for what, others, most in PROMISES if is_open(others, most)]
 
 
 def slowness(ratios: dict[str, float], others: tuple[str, ...]) -> float | None:
@@ -292,7 +295,7 @@ def page_locked_case(run: Run, name: str, table: numpy.ndarray, count: int) -> C
     contestants["NumPy"] = Contestant(take)
     name += f", {count_name(count)} " + ("elements" if width == 1 else f"rows of {4 * width} bytes")
     moved = 2 * count * width * table.itemsize + indices[0][0].nbytes
-    return Case(name, contestants, take, [table], indices, moved, is_decided=is_decided)
+    return Case(name, contestants, take, [table], indices, moved, undecided=undecided)
 
 
 def summarize(run: Run, records: list[dict]) -> None:
@@ -305,7 +308,7 @@ def summarize(run: Run, records: list[dict]) -> None:
             ratio = slowness({name: results[name]["ratio"] for name in results}, others)
             if AUTO not in results or ratio is None:
                 continue
-            chance = "" if record.get("decided", True) else ", which may be chance"
+            chance = ", which may be chance" if what in record.get("undecided", ()) else ""
             ratios.append((ratio, record["case"].removeprefix("auto: ") + chance))
             text = f"{AUTO} takes {ratio:.2f} of the time of {what}, {most:g} promised{chance}"
             record["targets"].append({"text": text, "value": ratio, "reached": ratio <= most})

@@ -143,8 +143,8 @@ class Case:
     Results may differ from the reference by `tolerance`, in parts of its largest value.
     Without a `reference` the contestants do different things, which stand beside each other only
     to see how long each takes. `curve` is the operator and the size of one point of a plot.
-    `is_decided` tells from all samples so far whether what is promised of the case is certain to be
-    kept, or not to be.
+    `undecided` names, from all samples so far, what is promised of the case of which it is not
+    certain yet whether it is kept.
     """
 
     name: str
@@ -157,7 +157,7 @@ class Case:
     targets: Sequence["Target"] = ()
     tolerance: float = 0.0
     curve: tuple[str, int] | None = None
-    is_decided: Callable[[dict[str, list[float]]], bool] | None = None
+    undecided: Callable[[dict[str, list[float]]], list[str]] = lambda samples: []
 
 
 @dataclass
@@ -253,9 +253,8 @@ class Run:
             "moved_bytes": case.moved_bytes,
             "stolen": stolen,
             "results": results,
+            "undecided": case.undecided(samples),
         }
-        if case.is_decided is not None:
-            record["decided"] = case.is_decided(samples)
         if case.curve is not None:
             record["curve"] = list(case.curve)
         verdicts = [self._verdict(case, target, samples, results) for target in case.targets]
@@ -283,8 +282,8 @@ class Run:
             self._go_round(case, inputs, samples)
             rounds += 1
         deadline = time.perf_counter() + DOUBT_TIMES * seconds
-        while case.is_decided is not None and not self.quick and not case.is_decided(samples):
-            if rounds >= most or time.perf_counter() > deadline:
+        while rounds < most and not self.quick and case.undecided(samples):
+            if time.perf_counter() > deadline:
                 break
             self._go_round(case, inputs, samples)
             rounds += 1
@@ -474,18 +473,18 @@ def ratio_of(samples: dict[str, list[float]], ours: str, peer: str) -> float:
     return statistics.median(b / a for a, b in zip(samples[ours], samples[peer], strict=True))
 
 
-def is_certain(samples: dict[str, list[float]], ours: str, peer: str, most: float) -> bool:
-    """Tell on which side of `most` times the peer's time the median of ours is, but for chance.
+def is_kept(samples: dict[str, list[float]], ours: str, peer: str, most: float) -> bool | None:
+    """Tell whether ours takes at most `most` times as long as the peer; None: chance may decide.
 
-    By the sign test: that many rounds, or more, on one side are no chance.
+    By the medians, and by the sign test: that many rounds, or more, on one side are no chance.
     """
     ratios = [a / b / most for a, b in zip(samples[ours], samples[peer], strict=True)]
-    if max(ratios) < 1 / CLEAR or min(ratios) > CLEAR:
-        return True
     rounds, beyond = len(ratios), sum(ratio > 1 for ratio in ratios)
-    fewer = min(beyond, rounds - beyond)
+    kept, fewer = 2 * beyond <= rounds, min(beyond, rounds - beyond)
+    if max(ratios) < 1 / CLEAR or min(ratios) > CLEAR:
+        return kept
     chance = 2 * sum(math.comb(rounds, count) for count in range(fewer + 1)) / 2**rounds
-    return chance <= (CHANCE_BROKEN if 2 * beyond > rounds else CHANCE_KEPT)
+    return kept if chance <= (CHANCE_KEPT if kept else CHANCE_BROKEN) else None
 
 
 def measure_limits(run: Run) -> None:

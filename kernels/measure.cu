@@ -241,6 +241,14 @@ static void fill_indices(const Areas &areas, const Size &size, uint64_t first = 
     parallel_for(size.rows, 64 << 10, fill_positions, &positions);
 }
 
+/* With other ones than the last time: those are in the cache of the thread that takes them again.
+ */
+static void fill_next_indices(const Areas &areas, const Size &size, uint64_t *first)
+{
+    fill_indices(areas, size, *first);
+    *first += (uint64_t)size.rows;
+}
+
 /* No product of a row and a column. */
 static void fill_weights(const Areas &areas)
 {
@@ -290,22 +298,6 @@ static double *rates_of(double *rates, int op)
     return rates + op * RATES_OF_OPERATOR;
 }
 
-/* What is to be done before each run of work on rows: there are other ones each time, since those
- * of the last time are in the cache of the thread that takes them again. */
-struct NextRows {
-    const Areas &areas;
-    const Size &size;
-    WorkKind work;
-    mutable uint64_t first;
-
-    void operator()() const
-    {
-        if (work != WORK_ROWS) return;
-        fill_indices(areas, size, first);
-        first += (uint64_t)size.rows;
-    }
-};
-
 /* One of an operator's rates on the CPU. */
 template <class Before>
 static Status measure_rate(const Areas &areas, const Operator &op, const Size &size, int rate,
@@ -323,13 +315,16 @@ static Status measure_rate(const Areas &areas, const Operator &op, const Size &s
 static Status measure_on_cpu(const Areas &areas, WorkKind work, const Size &size, int rate,
                              double *rates)
 {
-    const NextRows next = {areas, size, work, 0};
+    uint64_t first = 0;
+    const auto before = [&] {
+        if (work == WORK_ROWS) fill_next_indices(areas, size, &first);
+    };
     /* To fill in the indices takes as long as the work. */
     const int least = work == WORK_ROWS ? MORE_RUNS : LEAST_RUNS;
     Status status = STATUS_OK;
     for (const Operator &op : operators)
         if (status == STATUS_OK && is_measured(op, work, false))
-            status = measure_rate(areas, op, size, rate, next, least, rates);
+            status = measure_rate(areas, op, size, rate, before, least, rates);
     return status;
 }
 
@@ -363,8 +358,9 @@ static Status measure_far_elements(Areas areas, double *rates)
 /* Of a table that is as large as that. */
 static Status measure_far_rows(const Areas &areas, double *rates)
 {
-    const NextRows next = {areas, FAR, WORK_ROWS, 0};
-    return measure_far(areas, OPERATOR_gather, FAR, next, rates);
+    uint64_t first = 0;
+    const auto before = [&] { fill_next_indices(areas, FAR, &first); };
+    return measure_far(areas, OPERATOR_gather, FAR, before, rates);
 }
 
 /* An image that takes so long that it does not count when the threads wake up. No multiplication
