@@ -269,6 +269,18 @@ struct GatherRows {
 
     HOST_DEVICE void operator()(Thread thread) const
     {
+        make_vectors(
+            thread, [] {},
+            [&](const char *source) {
+                return alone ? load_alone<Vector>(source) : load<Vector>(source);
+            });
+    }
+
+    /* begin_table: called by all threads, once their indices are there. */
+    template <class BeginTable, class Load>
+    HOST_DEVICE void make_vectors(Thread thread, const BeginTable &begin_table,
+                                  const Load &load_vector) const
+    {
         const auto start = rows.start_at(thread.block * (int64_t)(ITEMS * THREADS));
         const int64_t last = vectors - start.unit - 1;
 
@@ -286,6 +298,7 @@ struct GatherRows {
         }
         rows.template load_indices<ITEMS>(element, index);
         rows.template fold_indices<ITEMS>(index);
+        begin_table();
 
         unsigned others = 0; /* that need make(), and load what the first place has */
         Vector loaded[ITEMS];
@@ -293,8 +306,7 @@ struct GatherRows {
         for (int k = 0; k < ITEMS; k++) {
             const char *source;
             if (!rows.find_source(index[k], x[k], &source)) others |= 1u << k;
-            source += column[k] * sizeof(Vector);
-            loaded[k] = alone ? load_alone<Vector>(source) : load<Vector>(source);
+            loaded[k] = load_vector(source + column[k] * sizeof(Vector));
         }
         char *out = rows.gather.out + start.unit * (int64_t)sizeof(Vector);
         UNROLL
@@ -304,6 +316,40 @@ struct GatherRows {
         for (uint32_t at = thread.thread; others != 0; others >>= 1, at += THREADS)
             if (others & 1)
                 rows.template make<Vector>(start, at < last ? at : static_cast<uint32_t>(last), 1);
+    }
+};
+
+/* The same from a small table over the bus. Each block reads all of it into shared memory while its
+ * indices are on their way, and not a word for each of them after that. */
+template <class Vector, int ITEMS>
+struct GatherStaged : GatherRows<Vector, OneLoop, ITEMS> {
+    static constexpr int WORDS = GATHER_STAGED_BYTES / sizeof(uint4) / THREADS; /* of a thread */
+
+    struct Shared {
+        uint4 words[WORDS * THREADS];
+    };
+
+    HOST_DEVICE void operator()(Thread thread, Shared *table) const
+    {
+        const DeviceGather &gather = this->rows.gather;
+        uint4 words[WORDS] = {};
+        UNROLL
+        for (int k = 0; k < WORDS; k++) {
+            const int64_t at = (k * THREADS + thread.thread) * (int64_t)sizeof(uint4);
+            if (at < gather.staged_bytes) words[k] = load<uint4>(gather.x + at);
+        }
+        this->make_vectors(
+            thread,
+            [&] {
+                UNROLL
+                for (int k = 0; k < WORDS; k++)
+                    table->words[k * THREADS + thread.thread] = words[k];
+                thread.sync();
+            },
+            [&](const char *source) {
+                const char *staged = reinterpret_cast<const char *>(table->words);
+                return *reinterpret_cast<const Vector *>(staged + (source - gather.x));
+            });
     }
 };
 
@@ -722,10 +768,22 @@ static Status launch_items(const DeviceGather &gather, int ndim, const DeviceLoo
     return launch(body, grid_for(body.vectors, ITEMS * THREADS), stream);
 }
 
+template <class Vector, int ITEMS = ITEMS_OF<Vector>>
+static Status launch_staged(const DeviceGather &gather, void *stream)
+{
+    const int64_t units = gather.row_bytes / (int64_t)sizeof(Vector);
+    GatherStaged<Vector, ITEMS> body = {};
+    set_rows(&body.rows, gather, 1, NULL, units);
+    body.vectors = gather.rows * units;
+    return launch_with_shared(body, grid_for(body.vectors, ITEMS * THREADS), stream);
+}
+
 template <class Vector, class Loops>
 static Status launch_rows(const DeviceGather &gather, int ndim, const DeviceLoop *loops,
                           void *stream)
 {
+    if constexpr (!Loops::MANY)
+        if (gather.staged_bytes > 0) return launch_staged<Vector>(gather, stream);
     /* Such a table leaves the caches nothing to keep. Where few elements are taken from it, passing
      * by the first cache gains 10 % on an H200; in long runs it loses 4 %, and threads with a
      * single element each are the quickest, by 1 %. */

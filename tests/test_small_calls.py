@@ -11,6 +11,7 @@ from helpers import (
     Guarded,
     constant,
     filled_array,
+    numbers,
     run_child,
     run_threads,
     same,
@@ -24,6 +25,7 @@ NEVER = 1 << 30
 
 SLAB_BYTES = constant("slab.cu", "SLAB_BYTES")
 MOST_SLABS = constant("slab.cu", "MOST_SLABS")
+STAGED_BYTES = constant("gather.cuh", "GATHER_STAGED_BYTES")
 
 X = np.arange(1000, dtype="f4")
 INDICES = np.random.default_rng(0).integers(-1000, 1000, 1000)
@@ -209,6 +211,29 @@ def test_dtypes_of_indices(gpuops, dtype):
     indices = np.arange(100, dtype=dtype)
     same(gpuops.gather(X, indices), X[indices])
     same(gpuops.gather(X, indices[::-3]), X[indices[::-3]])
+
+
+@pytest.mark.parametrize("row", [1, 2, 4, 8, 16, 3, 12, 48])
+@pytest.mark.parametrize("size", ["one row", "one word", "full", "one more"])
+def test_tables_that_a_block_reads_as_a_whole(gpuops, row, size):
+    """The last word of one may have a part of it, and the indices fill one block or more."""
+    full = STAGED_BYTES // row
+    rows = {"one row": 1, "one word": -(-17 // row), "full": full, "one more": full + 1}[size]
+    x = numbers(rows * row).view(f"V{row}")
+    for count in (1, 255, 2049):
+        count = min(count, (SLAB_BYTES // 2) // (row + 2))
+        indices = np.random.default_rng(count).integers(-rows, rows, count, "i2")
+        indices[-1] = rows - 1
+        same(gpuops.gather(x, indices), x[indices])
+        beyond = np.where(np.arange(count) % 3 == 1, indices + rows, indices)
+        same(gpuops.take(x, beyond, mode="wrap"), np.take(x, beyond, mode="wrap"))
+        same(gpuops.take(x, beyond, mode="clip"), np.take(x, beyond, mode="clip"))
+        filled = gpuops.gather(x, beyond, mode="fill", fill_value=x[0])
+        valid = (beyond >= -rows) & (beyond < rows)
+        same(filled, np.where(valid, x[np.where(valid, beyond, 0)], x[0]))
+        if count > 1:
+            with pytest.raises(IndexError, match=f"index {beyond[~valid][0]} is out of bounds"):
+                gpuops.gather(x, beyond)
 
 
 ELEMENTS = ["?", "i1", "u1", "i2", "u4", "i8", "f2", "f4", "f8", "c8", "c16"]
