@@ -378,6 +378,7 @@ PyObject *exchange_finish(const DLPackExchangeAPI *api, PyTypeObject *type,
 int add_exchange_api(PyTypeObject *array_type);
 
 /* matmul.c: what NumPy does; and a finder for blas_set_finder. */
+int import_ufuncs(void); /* once, before that */
 int matmul_on_host(State *state, PyArrayObject *a, PyArrayObject *b, PyArrayObject *out);
 bool find_blas(char *path, size_t size);
 

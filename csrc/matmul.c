@@ -3,7 +3,12 @@
 #include "core.h"
 
 #include <fenv.h>
-#include <stddef.h>
+#include <numpy/ufuncobject.h>
+
+int import_ufuncs(void)
+{
+    return _import_umath();
+}
 
 /* numpy.matmul, which is looked up once. */
 static PyObject *numpy_matmul(State *state)
@@ -41,18 +46,17 @@ static void name_silent_failure(void)
     PyErr_NoMemory();
 }
 
-/* numpy.matmul(a, b, out), on plain arrays: those of a subclass would come back to it. */
-static int multiply(State *state, PyArrayObject *a, PyArrayObject *b, PyArrayObject *out)
+/* On plain arrays: those of a subclass would come back to it. */
+static int call_matmul(PyObject *matmul, PyArrayObject *a, PyArrayObject *b, PyArrayObject *out)
 {
     PyArrayObject *const operands[] = {a, b, out};
-    PyObject *plain[] = {NULL, NULL, NULL};
-    PyObject *function = numpy_matmul(state), *result = NULL;
-    bool ready = function != NULL;
+    PyObject *plain[] = {NULL, NULL, NULL}, *result = NULL;
+    bool ready = true;
     for (int i = 0; i < 3 && ready; i++) {
         plain[i] = PyArray_EnsureArray((PyObject *)hold(operands[i]));
         ready = plain[i] != NULL;
     }
-    if (ready) result = PyObject_CallFunctionObjArgs(function, plain[0], plain[1], plain[2], NULL);
+    if (ready) result = PyObject_CallFunctionObjArgs(matmul, plain[0], plain[1], plain[2], NULL);
     const int status = result == NULL ? -1 : 0;
     if (ready && status < 0 && PyErr_ExceptionMatches(PyExc_SystemError)) name_silent_failure();
     Py_XDECREF(result);
@@ -60,53 +64,103 @@ static int multiply(State *state, PyArrayObject *a, PyArrayObject *b, PyArrayObj
     return status;
 }
 
-/* Of sums of one term, which numpy.matmul computes without a BLAS, numpy.dot makes other calls. An
- * operand of one element is a factor to scale by, and where that is 0 the BLAS looks no further,
- * not even for a NaN; complex products are multiplied by 1 once more, which makes a NaN of an
- * infinity. */
-static bool is_scaling(PyArrayObject *a, PyArrayObject *b)
+/* One call of the loop that numpy.matmul has for a dtype: out = a @ b. */
+typedef struct Product {
+    PyUFuncGenericFunction loop;
+    void *data;
+    char *operands[3];
+    npy_intp sizes[4];   /* one product, of so many rows, terms and columns */
+    npy_intp strides[9]; /* from one product to the next, and then two of each operand */
+} Product;
+
+/* False: numpy.matmul is another function by now, or has none for these dtypes. */
+static bool find_loop(PyObject *matmul, int type, Product *product)
 {
-    const bool is_single = PyArray_DIM(a, PyArray_NDIM(a) - 1) == 1;
-    return is_single &&
-           (PyTypeNum_ISCOMPLEX(PyArray_TYPE(a)) || PyArray_SIZE(a) == 1 || PyArray_SIZE(b) == 1);
+    if (!Py_IS_TYPE(matmul, &PyUFunc_Type)) return false;
+    const PyUFuncObject *ufunc = (const PyUFuncObject *)matmul;
+    for (int i = 0; ufunc->nargs == 3 && i < ufunc->ntypes; i++) {
+        const char *types = ufunc->types + (ptrdiff_t)3 * i;
+        if (types[0] != type || types[1] != type || types[2] != type) continue;
+        product->loop = ufunc->functions[i];
+        product->data = ufunc->data[i];
+        return product->loop != NULL;
+    }
+    return false;
 }
 
-/* For matrices as a BLAS takes them numpy.dot makes the same call of it, and comes to it in half
- * the time. It writes to arrays in C order only, and clears them first, which takes longer than
- * that where they are not small. */
-static bool is_for_dot(PyArrayObject *a, PyArrayObject *b, PyArrayObject *out)
+/* As its ufuncs tell their loops: an axis with one place has none. */
+static npy_intp stride_of(PyArrayObject *array, int axis, npy_intp size)
 {
-    enum { MOST_BYTES = 16 << 10 }; /* which are cleared in the time that is saved */
-    const int type = PyArray_TYPE(out);
-    if (is_scaling(a, b) || PyArray_NBYTES(out) > MOST_BYTES) return false;
-    return PyArray_NDIM(a) <= 2 && PyArray_NDIM(b) <= 2 && PyArray_ISONESEGMENT(a) &&
-           PyArray_ISONESEGMENT(b) && PyArray_ISCARRAY(out) &&
-           (PyTypeNum_ISFLOAT(type) || PyTypeNum_ISCOMPLEX(type));
+    return size == 1 ? 0 : PyArray_STRIDE(array, axis);
 }
 
-/* The product of two numbers is one call of their dtype's dot, which numpy.matmul makes as well,
- * also with strides of 0, but comes to in ten times as long. False: it is not that, or it is for
- * NumPy to warn of what came of it; then nothing was written. */
-static bool multiply_numbers(PyArrayObject *a, PyArrayObject *b, PyArrayObject *out)
+static bool describe_product(PyArrayObject *a, PyArrayObject *b, PyArrayObject *out,
+                             Product *product)
 {
-    const int type = PyArray_TYPE(out);
-    _Alignas(max_align_t) char product[sizeof(npy_clongdouble)];
-    if (PyArray_SIZE(a) != 1 || PyArray_SIZE(b) != 1 || !PyArray_ISBEHAVED_RO(a) ||
-        !PyArray_ISBEHAVED_RO(b) || !PyArray_ISBEHAVED(out) ||
-        !(PyTypeNum_ISFLOAT(type) || PyTypeNum_ISCOMPLEX(type)))
+    const int a_last = PyArray_NDIM(a) - 1, b_last = PyArray_NDIM(b) - 1;
+    if (a_last > 1 || b_last > 1 || PyArray_SIZE(a) == 0 || PyArray_SIZE(b) == 0) return false;
+    if (!PyArray_ISBEHAVED_RO(a) || !PyArray_ISBEHAVED_RO(b) || !PyArray_ISBEHAVED(out))
         return false;
-    PyDataType_GetArrFuncs(PyArray_DESCR(out))
-        ->dotfunc(PyArray_DATA(a), 0, PyArray_DATA(b), 0, product, 1, NULL);
-    if (fetestexcept(FE_DIVBYZERO | FE_OVERFLOW | FE_UNDERFLOW | FE_INVALID) != 0) return false;
-    memcpy(PyArray_DATA(out), product, (size_t)PyArray_ITEMSIZE(out));
+    const npy_intp rows = a_last == 0 ? 1 : PyArray_DIM(a, 0), terms = PyArray_DIM(b, 0);
+    const npy_intp columns = b_last == 0 ? 1 : PyArray_DIM(b, 1);
+    const npy_intp sizes[] = {1, rows, terms, columns};
+    const npy_intp strides[] = {
+        0,
+        0,
+        0,
+        stride_of(a, 0, rows),
+        stride_of(a, a_last, terms),
+        stride_of(b, 0, terms),
+        stride_of(b, b_last, columns),
+        stride_of(out, 0, rows),
+        stride_of(out, PyArray_NDIM(out) - 1, columns),
+    };
+    product->operands[0] = PyArray_BYTES(a);
+    product->operands[1] = PyArray_BYTES(b);
+    product->operands[2] = PyArray_BYTES(out);
+    memcpy(product->sizes, sizes, sizeof sizes);
+    memcpy(product->strides, strides, sizeof strides);
     return true;
 }
 
-static int dot(PyArrayObject *a, PyArrayObject *b, PyArrayObject *out)
+static Status run_loop(void *context)
 {
-    PyObject *result = PyArray_MatrixProduct2((PyObject *)a, (PyObject *)b, out);
-    Py_XDECREF(result);
-    return result == NULL ? -1 : 0;
+    Product *product = context;
+    product->loop(product->operands, product->sizes, product->strides, product->data);
+    return STATUS_OK;
+}
+
+/* What numpy.matmul warns of, or raises, as numpy.errstate has it. */
+static int tell_of_floats(void)
+{
+    const int found = fetestexcept(FE_DIVBYZERO | FE_OVERFLOW | FE_UNDERFLOW | FE_INVALID);
+    if (found == 0) return 0;
+    (void)feclearexcept(FE_ALL_EXCEPT);
+    return PyUFunc_GiveFloatingpointErrors("matmul",
+                                           (found & FE_DIVBYZERO ? UFUNC_FPE_DIVIDEBYZERO : 0) |
+                                               (found & FE_OVERFLOW ? UFUNC_FPE_OVERFLOW : 0) |
+                                               (found & FE_UNDERFLOW ? UFUNC_FPE_UNDERFLOW : 0) |
+                                               (found & FE_INVALID ? UFUNC_FPE_INVALID : 0));
+}
+
+/* What NumPy's ufuncs do with the GIL. */
+enum { MOST_WITH_GIL = 500 };
+
+/* numpy.matmul(a, b, out); of matrices and vectors by the loop that it would call. It takes some
+ * 0.5 us to come to that, and 10 where what it goes through is not in the caches. */
+static int multiply(State *state, PyArrayObject *a, PyArrayObject *b, PyArrayObject *out)
+{
+    Product product;
+    PyObject *matmul = numpy_matmul(state);
+    if (matmul == NULL) return -1;
+    if (!describe_product(a, b, out, &product) || !find_loop(matmul, PyArray_TYPE(out), &product))
+        return call_matmul(matmul, a, b, out);
+    (void)feclearexcept(FE_ALL_EXCEPT);
+    if (PyArray_SIZE(a) <= MOST_WITH_GIL / product.sizes[3])
+        (void)run_loop(&product);
+    else
+        (void)without_gil(run_loop, &product);
+    return PyErr_Occurred() ? -1 : tell_of_floats(); /* there may have been no memory */
 }
 
 static PyArrayObject *as_float32(PyArrayObject *array)
@@ -138,9 +192,7 @@ int matmul_on_host(State *state, PyArrayObject *a, PyArrayObject *b, PyArrayObje
     View view;
     fill_dtype(PyArray_DESCR(out), &view);
     const bool is_short = view.dtype == DTYPE_FLOAT16 || view.dtype == DTYPE_BFLOAT16;
-    if (is_short) return multiply_in_float32(state, a, b, out);
-    if (multiply_numbers(a, b, out)) return 0;
-    return is_for_dot(a, b, out) ? dot(a, b, out) : multiply(state, a, b, out);
+    return is_short ? multiply_in_float32(state, a, b, out) : multiply(state, a, b, out);
 }
 
 static bool copy_path(PyObject *found, char *path, size_t size)

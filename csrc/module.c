@@ -75,7 +75,7 @@ static int import_numpy(void)
 static int execute(PyObject *module)
 {
     if (require_main_interpreter() < 0) return -1;
-    if (import_numpy() < 0) return -1;
+    if (import_numpy() < 0 || import_ufuncs() < 0) return -1;
     blas_set_finder(find_blas);
     start_ticks();
     if (keep_environment() < 0) return -1;

@@ -31,7 +31,6 @@ _SIDES = {"small": 64, "large": 256, "far": 813}
 # have a processor each: OpenBLAS with 16 is 3.3 and 8.6 times as fast.
 _GAINS = {"small": 0.0, "large": 0.4, "far": 0.75}
 _INTEGERS = 64
-_MOST_DOT_BYTES = 16 << 10  # MOST_BYTES of csrc/matmul.c
 # A figure is the best of some runs, which go on until they have taken long enough, and then as long
 # as each is so much faster than all before it, up to some number; or as long as the best of them is
 # so much slower than expected, up to some time. What runs take beyond the best of them, because
@@ -239,11 +238,9 @@ def _add_products(rates: dict[str, float]) -> None:
 
 
 def _seconds_of_product(matrix: numpy.ndarray, expected: float = math.inf) -> float:
-    """Return how long a product takes, in the way of csrc/matmul.c."""
-    is_for_dot = matrix.dtype.kind == "f" and matrix.nbytes <= _MOST_DOT_BYTES
-    multiply = numpy.dot if is_for_dot else numpy.matmul
+    """Return how long a product takes, to whose loop csrc/matmul.c comes sooner than NumPy."""
     out = numpy.empty_like(matrix)
-    return _fastest(lambda: multiply(matrix, matrix, out), expected)
+    return _fastest(lambda: numpy.matmul(matrix, matrix, out), expected)
 
 
 def _fastest(call: Callable[[], object], expected: float = math.inf) -> float:

@@ -8,6 +8,8 @@ import re
 import shutil
 import subprocess
 import tomllib
+import tracemalloc
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -1007,7 +1009,7 @@ def laid(values, layout):
 @pytest.mark.parametrize("layout", ["F", "reversed", "apart", "misaligned"])
 @pytest.mark.parametrize("which", ["a", "b", "out"])
 def test_the_operands_of_a_product_lie_in_any_way(gpuops, which, layout):
-    """NumPy has a short way to its BLAS, which does not take all of them."""
+    """The short way to NumPy's loops does not take all of them."""
     operands = {"a": [[1.0, 2], [3, 4]], "b": [[0.0, 1], [2, 3]], "out": [[0.0, 0], [0, 0]]}
     operands = {name: np.array(values) for name, values in operands.items()}
     operands[which] = laid(operands[which], layout)
@@ -1037,20 +1039,26 @@ for text in ("out of luck", "<ufunc 'matmul'> returned NULL without setting an e
 
 
 @pytest.mark.parametrize("dtype", FLOATS[1:])
-def test_the_short_way_leads_to_the_blas_of_numpy(cpu_device, dtype):
-    """Sums are rounded as its own are, which is in another order than one term after the other."""
+def test_products_are_rounded_as_numpys_are(cpu_device, dtype):
+    """To the last bit, as they are by its BLAS, which adds up in an order of its own; also those of
+    vectors, of single rows, terms and columns, and of a matrix and itself."""
+    matmul = functools.partial(cpu_device.gpuops.matmul, device="cpu")
     rng, differ = np.random.default_rng(12), 0
     for rows, terms, columns in [(3, 5, 4), (17, 33, 9), (32, 100, 16), (1, 70, 20), (20, 70, 1),
-                                 (2, 300, 2), (40, 7, 25), (31, 64, 31)]:  # fmt: skip
-        for first, second in itertools.product(["C", "transposed"], repeat=2):
-            a, b = (
-                rough_numbers(rng, (rows, terms), dtype),
-                rough_numbers(rng, (terms, columns), dtype),
-            )
-            a, b = LAYOUTS[first](a), LAYOUTS[second](b)
+                                 (2, 300, 2), (40, 7, 25), (31, 64, 31), (9, 1, 8)]:  # fmt: skip
+        for first, second in itertools.product(LAYOUTS, repeat=2):
+            a = LAYOUTS[first](rough_numbers(rng, (rows, terms), dtype))
+            b = LAYOUTS[second](rough_numbers(rng, (terms, columns), dtype))
             expected = np.matmul(a, b)
-            assert cpu_device.gpuops.matmul(a, b, device="cpu").tobytes() == expected.tobytes()
+            assert matmul(a, b).tobytes() == expected.tobytes()
             differ += np.einsum("ij,jk->ik", a, b).tobytes() != expected.tobytes()
+            for x, y in [(a[-1], b), (a, b[:, 0]), (a[0], b[:, -1]), (a, a.T), (b.T, b)]:
+                assert matmul(x, y).tobytes() == np.matmul(x, y).tobytes()
+            for order in "CF":
+                outs = np.empty_like(expected, order=order), np.empty_like(expected, order=order)
+                matmul(a, b, out=outs[0])
+                np.matmul(a, b, out=outs[1])
+                assert outs[0].tobytes() == outs[1].tobytes()
     assert differ > 16
 
 
@@ -1061,29 +1069,52 @@ def rough_numbers(rng, shape, dtype):
 
 
 def test_who_goes_the_short_way(cpu_device):
-    """Small matrices of floats do without numpy.matmul; the BLAS is numpy.dot's."""
-    source = """
-import numpy as np
-calls = 0
+    """Products of matrices and vectors need not one of the many things that numpy.matmul makes."""
+    short_way = functools.partial(cpu_device.gpuops.matmul, device="cpu")
 
-def matmul(*arguments, numpys=np.matmul):
-    global calls
-    calls += 1
-    return numpys(*arguments)
+    def makes_little(function, a, b, out):
+        function(a, b, out=out)
+        tracemalloc.start()
+        function(a, b, out=out)
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        return peak < 200
 
-np.matmul = matmul
-import gpuops
-small = np.arange(12.0).reshape(4, 3)
-for a, b in [
-    (small, small.T), (small.astype("F"), small.T.copy()), (small, small[0]), (small[0], small.T),
-    (np.eye(64), np.eye(64)), (small.astype(int), small.T.astype(int)), (small[None], small.T),
-    (small[::2], small.T), (small[:1, :1], small[:1]), (small[:1, :1], small[:1, :1]),
-]:
-    before = calls
-    assert (gpuops.matmul(a, b, device="cpu") == a @ b).all()
-    print(calls - before, end=" ")
-"""
-    assert run_child(cpu_device.gpuops, source) == "0 0 0 0 1 1 1 1 1 0 "
+    eye, row = np.eye(4), np.ones(4)
+    for a, b in [
+        (eye, eye), (eye.astype("F"), eye.astype("F")), (row, eye), (eye, row), (row, row),
+        (eye[:1, :1], eye[:1, :1]), (eye[::2], eye.T), (eye.astype(int), eye.astype(int)),
+    ]:  # fmt: skip
+        out = np.array(a @ b)
+        assert makes_little(short_way, a, b, out) and not makes_little(np.matmul, a, b, out)
+    for a, b, out in [
+        (eye[None], eye, eye[None].copy()), (eye[:0], eye, eye[:0].copy()),
+        (eye, eye, laid(eye, "misaligned")), (laid(eye, "misaligned"), eye, eye.copy()),
+    ]:  # fmt: skip
+        assert not makes_little(short_way, a, b, out)
+
+
+@pytest.mark.parametrize("dtype", FLOATS[1:])
+def test_what_numpy_warns_of(cpu_device, dtype):
+    """Whether it is asked to, and whatever was left in the processor by somebody before."""
+    matmul = functools.partial(cpu_device.gpuops.matmul, device="cpu")
+    limits = np.finfo(dtype)
+    large, small = np.full((5, 5), limits.max, dtype), np.full((5, 5), limits.tiny, dtype)
+    infinite = np.diag(np.full(5, np.inf, dtype))
+    for x in (large, small, infinite, np.eye(5, dtype=dtype), np.tile(large, (80, 80))):
+        for state in ({}, {"all": "warn"}, {"all": "ignore"}, {"all": "raise"}):
+            outcomes = []
+            for function in (np.matmul, matmul):
+                with np.errstate(all="ignore"):
+                    np.divide(large, 0)
+                with np.errstate(**state), warnings.catch_warnings(record=True) as caught:
+                    warnings.simplefilter("always")
+                    try:
+                        said = [function(x, x).tobytes()]
+                    except FloatingPointError as error:
+                        said = [str(error)]
+                outcomes.append(said + [(one.category, str(one.message)) for one in caught])
+            assert outcomes[0] == outcomes[1]
 
 
 @pytest.mark.parametrize("dtype", FLOATS[1:])
