@@ -5,9 +5,16 @@
 #include <fenv.h>
 #include <numpy/ufuncobject.h>
 
+/* As NumPy's import_umath, which makes an ImportError even of a want of memory. */
 int import_ufuncs(void)
 {
-    return _import_umath();
+    PyObject *module = PyImport_ImportModule("numpy._core._multiarray_umath");
+    PyObject *capsule = module == NULL ? NULL : PyObject_GetAttrString(module, "_UFUNC_API");
+    void **api = capsule == NULL ? NULL : PyCapsule_GetPointer(capsule, NULL);
+    if (api != NULL) PyUFunc_API = api;
+    Py_XDECREF(capsule);
+    Py_XDECREF(module);
+    return api == NULL ? -1 : 0;
 }
 
 /* numpy.matmul, which is looked up once. */

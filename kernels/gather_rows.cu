@@ -269,18 +269,6 @@ struct GatherRows {
 
     HOST_DEVICE void operator()(Thread thread) const
     {
-        make_vectors(
-            thread, [] {},
-            [&](const char *source) {
-                return alone ? load_alone<Vector>(source) : load<Vector>(source);
-            });
-    }
-
-    /* begin_table: called by all threads, once their indices are there. */
-    template <class BeginTable, class Load>
-    HOST_DEVICE void make_vectors(Thread thread, const BeginTable &begin_table,
-                                  const Load &load_vector) const
-    {
         const auto start = rows.start_at(thread.block * (int64_t)(ITEMS * THREADS));
         const int64_t last = vectors - start.unit - 1;
 
@@ -298,7 +286,6 @@ struct GatherRows {
         }
         rows.template load_indices<ITEMS>(element, index);
         rows.template fold_indices<ITEMS>(index);
-        begin_table();
 
         unsigned others = 0; /* that need make(), and load what the first place has */
         Vector loaded[ITEMS];
@@ -306,7 +293,8 @@ struct GatherRows {
         for (int k = 0; k < ITEMS; k++) {
             const char *source;
             if (!rows.find_source(index[k], x[k], &source)) others |= 1u << k;
-            loaded[k] = load_vector(source + column[k] * sizeof(Vector));
+            source += column[k] * sizeof(Vector);
+            loaded[k] = alone ? load_alone<Vector>(source) : load<Vector>(source);
         }
         char *out = rows.gather.out + start.unit * (int64_t)sizeof(Vector);
         UNROLL
@@ -319,37 +307,63 @@ struct GatherRows {
     }
 };
 
-/* The same from a small table over the bus. Each block reads all of it into shared memory while its
- * indices are on their way, and not a word for each of them after that. */
-template <class Vector, int ITEMS>
-struct GatherStaged : GatherRows<Vector, OneLoop, ITEMS> {
+/* Elements of a small table over the bus. Each block reads all of it into shared memory while its
+ * indices are on their way, and waits for the bus no second time. Most of what is left is to fetch
+ * the code itself, so that there is no more of it than this takes, nor the remainders of 'wrap'. */
+template <class Vector>
+struct GatherStaged {
+    static constexpr int MAX_THREADS = THREADS, ITEMS = 4;
     static constexpr int WORDS = GATHER_STAGED_BYTES / sizeof(uint4) / THREADS; /* of a thread */
 
     struct Shared {
         uint4 words[WORDS * THREADS];
     };
 
+    DeviceGather gather;
+
     HOST_DEVICE void operator()(Thread thread, Shared *table) const
     {
-        const DeviceGather &gather = this->rows.gather;
-        uint4 words[WORDS] = {};
+        uint4 words[WORDS];
         UNROLL
         for (int k = 0; k < WORDS; k++) {
             const int64_t at = (k * THREADS + thread.thread) * (int64_t)sizeof(uint4);
             if (at < gather.staged_bytes) words[k] = load<uint4>(gather.x + at);
         }
-        this->make_vectors(
-            thread,
-            [&] {
-                UNROLL
-                for (int k = 0; k < WORDS; k++)
-                    table->words[k * THREADS + thread.thread] = words[k];
-                thread.sync();
-            },
-            [&](const char *source) {
-                const char *staged = reinterpret_cast<const char *>(table->words);
-                return *reinterpret_cast<const Vector *>(staged + (source - gather.x));
-            });
+        int64_t element[ITEMS], index[ITEMS];
+        UNROLL
+        for (int k = 0; k < ITEMS; k++) {
+            element[k] = (thread.block * (int64_t)ITEMS + k) * THREADS + thread.thread;
+            if (element[k] >= gather.rows) element[k] = gather.rows - 1;
+        }
+        load_indices<ITEMS>(gather.indices, gather.index_dtype, element, index);
+        UNROLL
+        for (int k = 0; k < WORDS; k++) {
+            const int at = k * THREADS + thread.thread;
+            if (at * (int64_t)sizeof(uint4) < gather.staged_bytes) table->words[at] = words[k];
+        }
+        thread.sync();
+
+        const Vector *staged = reinterpret_cast<const Vector *>(table->words);
+        const uint64_t places = static_cast<uint64_t>(gather.axis_end - gather.axis_begin);
+        UNROLL
+        for (int k = 0; k < ITEMS; k++) {
+            const int64_t place = gather.mode == MODE_CLIP ? place_in<MODE_CLIP>(index[k])
+                                                           : place_in<MODE_RAISE>(index[k]);
+            const uint64_t at = static_cast<uint64_t>(place - gather.axis_begin);
+            char *out = gather.out + element[k] * (int64_t)sizeof(Vector);
+            if (place >= 0 && at < places)
+                store_once(out, staged[at]);
+            else if (place < 0 && gather.mode == MODE_RAISE)
+                note_loaded(gather.report, gather.index_dtype, element[k], index[k]);
+            else if (place < 0)
+                store_once(out, load<Vector>(gather.fill));
+        }
+    }
+
+    template <Mode MODE>
+    HOST_DEVICE int64_t place_in(int64_t value) const
+    {
+        return place_of_loaded(value, gather.index_dtype, gather.axis_size, MODE);
     }
 };
 
@@ -768,22 +782,16 @@ static Status launch_items(const DeviceGather &gather, int ndim, const DeviceLoo
     return launch(body, grid_for(body.vectors, ITEMS * THREADS), stream);
 }
 
-template <class Vector, int ITEMS = ITEMS_OF<Vector>>
-static Status launch_staged(const DeviceGather &gather, void *stream)
-{
-    const int64_t units = gather.row_bytes / (int64_t)sizeof(Vector);
-    GatherStaged<Vector, ITEMS> body = {};
-    set_rows(&body.rows, gather, 1, NULL, units);
-    body.vectors = gather.rows * units;
-    return launch_with_shared(body, grid_for(body.vectors, ITEMS * THREADS), stream);
-}
-
 template <class Vector, class Loops>
 static Status launch_rows(const DeviceGather &gather, int ndim, const DeviceLoop *loops,
                           void *stream)
 {
     if constexpr (!Loops::MANY)
-        if (gather.staged_bytes > 0) return launch_staged<Vector>(gather, stream);
+        if (gather.staged_bytes > 0 && gather.row_bytes == (int64_t)sizeof(Vector) &&
+            gather.mode != MODE_WRAP) {
+            const GatherStaged<Vector> body = {gather};
+            return launch_with_shared(body, grid_for(gather.rows, body.ITEMS * THREADS), stream);
+        }
     /* Such a table leaves the caches nothing to keep. Where few elements are taken from it, passing
      * by the first cache gains 10 % on an H200; in long runs it loses 4 %, and threads with a
      * single element each are the quickest, by 1 %. */
