@@ -119,8 +119,8 @@ struct DeviceGather {
     Mode mode;
     Dtype index_dtype;
     bool leaves_others; /* rows without a place, to another launch */
-    /* Where x is a small table that is read over the bus, how much of it there is; otherwise 0. It
-     * begins at a multiple of 16, and may be read up to the next one. */
+    /* Where x is a small table that is read over the bus, row after row, how much of it there is;
+     * otherwise 0. It begins at a multiple of 16, and may be read up to the next one. */
     int64_t staged_bytes;
 };
 constexpr int64_t GATHER_STAGED_BYTES = 16 << 10; /* which it is no more than */

@@ -236,6 +236,17 @@ def test_tables_that_a_block_reads_as_a_whole(gpuops, row, size):
                 gpuops.gather(x, beyond)
 
 
+def test_small_tables_of_other_layouts(gpuops):
+    """What repeats lies in the slab once, and rows that overlap lie there as they do anywhere."""
+    windows = np.lib.stride_tricks.sliding_window_view(X[:100], 4)
+    one_again = np.broadcast_to(X[7:8], (1000,))
+    for x in (one_again, X[::-1], X[::3], X[5:6], windows, X.reshape(10, 100).T):
+        indices = INDICES % len(x)
+        same(gpuops.gather(x, indices), x[indices])
+        same(gpuops.gather(x, indices - len(x), mode="clip"), np.take(x, indices * 0, axis=0))
+        same(gpuops.gather(x, indices[:1]), x[indices[:1]])
+
+
 ELEMENTS = ["?", "i1", "u1", "i2", "u4", "i8", "f2", "f4", "f8", "c8", "c16"]
 
 
