@@ -80,16 +80,19 @@ typedef struct Product {
     npy_intp strides[9]; /* from one product to the next, and then two of each operand */
 } Product;
 
-/* False: numpy.matmul is another function by now, or has none for these dtypes. */
+/* False: numpy.matmul has been replaced, or has none for this dtype. */
 static bool find_loop(PyObject *matmul, int type, Product *product)
 {
+    static const char *const SIGNATURE = "(n?,k),(k,m?)->(n?,m?)";
     if (!Py_IS_TYPE(matmul, &PyUFunc_Type)) return false;
     const PyUFuncObject *ufunc = (const PyUFuncObject *)matmul;
-    for (int i = 0; ufunc->nargs == 3 && i < ufunc->ntypes; i++) {
+    if (ufunc->core_signature == NULL || strcmp(ufunc->core_signature, SIGNATURE) != 0)
+        return false;
+    for (int i = 0; i < ufunc->ntypes; i++) {
         const char *types = ufunc->types + (ptrdiff_t)3 * i;
         if (types[0] != type || types[1] != type || types[2] != type) continue;
         product->loop = ufunc->functions[i];
-        product->data = ufunc->data[i];
+        product->data = ufunc->data == NULL ? NULL : ufunc->data[i];
         return product->loop != NULL;
     }
     return false;
@@ -101,15 +104,29 @@ static npy_intp stride_of(PyArrayObject *array, int axis, npy_intp size)
     return size == 1 ? 0 : PyArray_STRIDE(array, axis);
 }
 
+static bool is_behaved(PyArrayObject *array, int flags, int type)
+{
+    return PyArray_CHKFLAGS(array, flags) && PyArray_ISNOTSWAPPED(array) &&
+           PyArray_TYPE(array) == type;
+}
+
+/* False: it is for numpy.matmul, which also says what is wrong where another thread has given one
+ * of them another shape while they were cast. */
 static bool describe_product(PyArrayObject *a, PyArrayObject *b, PyArrayObject *out,
                              Product *product)
 {
-    const int a_last = PyArray_NDIM(a) - 1, b_last = PyArray_NDIM(b) - 1;
-    if (a_last > 1 || b_last > 1 || PyArray_SIZE(a) == 0 || PyArray_SIZE(b) == 0) return false;
-    if (!PyArray_ISBEHAVED_RO(a) || !PyArray_ISBEHAVED_RO(b) || !PyArray_ISBEHAVED(out))
+    const int a_last = PyArray_NDIM(a) - 1, b_last = PyArray_NDIM(b) - 1, type = PyArray_TYPE(out);
+    if (a_last < 0 || a_last > 1 || b_last < 0 || b_last > 1) return false;
+    if (!is_behaved(a, NPY_ARRAY_ALIGNED, type) || !is_behaved(b, NPY_ARRAY_ALIGNED, type) ||
+        !is_behaved(out, NPY_ARRAY_BEHAVED, type))
         return false;
     const npy_intp rows = a_last == 0 ? 1 : PyArray_DIM(a, 0), terms = PyArray_DIM(b, 0);
     const npy_intp columns = b_last == 0 ? 1 : PyArray_DIM(b, 1);
+    if (rows == 0 || terms == 0 || columns == 0) return false;
+    if (PyArray_DIM(a, a_last) != terms || PyArray_NDIM(out) != a_last + b_last ||
+        (a_last == 1 && PyArray_DIM(out, 0) != rows) ||
+        (b_last == 1 && PyArray_DIM(out, a_last) != columns))
+        return false;
     const npy_intp sizes[] = {1, rows, terms, columns};
     const npy_intp strides[] = {
         0,
@@ -120,7 +137,7 @@ static bool describe_product(PyArrayObject *a, PyArrayObject *b, PyArrayObject *
         stride_of(b, 0, terms),
         stride_of(b, b_last, columns),
         stride_of(out, 0, rows),
-        stride_of(out, PyArray_NDIM(out) - 1, columns),
+        stride_of(out, a_last, columns),
     };
     product->operands[0] = PyArray_BYTES(a);
     product->operands[1] = PyArray_BYTES(b);
@@ -150,11 +167,11 @@ static int tell_of_floats(void)
                                                (found & FE_INVALID ? UFUNC_FPE_INVALID : 0));
 }
 
-/* What NumPy's ufuncs do with the GIL. */
+/* Products of two numbers, for which NumPy's ufuncs keep the GIL. */
 enum { MOST_WITH_GIL = 500 };
 
-/* numpy.matmul(a, b, out); of matrices and vectors by the loop that it would call. It takes some
- * 0.5 us to come to that, and 10 where what it goes through is not in the caches. */
+/* numpy.matmul(a, b, out); of matrices and vectors by the loop that it would call. numpy.matmul
+ * takes some 0.5 us more to come to that, and several where its code is not in the caches. */
 static int multiply(State *state, PyArrayObject *a, PyArrayObject *b, PyArrayObject *out)
 {
     Product product;
@@ -193,7 +210,7 @@ static int multiply_in_float32(State *state, PyArrayObject *a, PyArrayObject *b,
     return status;
 }
 
-/* NumPy releases the GIL itself. The operands are of the dtype of out. */
+/* The operands are of the dtype of out, and do not overlap it. */
 int matmul_on_host(State *state, PyArrayObject *a, PyArrayObject *b, PyArrayObject *out)
 {
     View view;

@@ -10,6 +10,8 @@
  * put vectors together from two rows: GatherPieces from a load for each of four pieces,
  * GatherShifted from the words in which their bytes lie.
  *
+ * GatherStaged takes elements of a small table over the bus, which each block reads as a whole.
+ *
  * GatherInPlace reads rows over the bus, and goes by how they lie there, not by the output. Of a
  * large table it may take them part by part, as FindParts and a sort put them. */
 #include "gather.cuh"
@@ -308,8 +310,9 @@ struct GatherRows {
 };
 
 /* Elements of a small table over the bus. Each block reads all of it into shared memory while its
- * indices are on their way, and waits for the bus no second time. Most of what is left is to fetch
- * the code itself, so that there is no more of it than this takes, nor the remainders of 'wrap'. */
+ * indices are on their way, and waits for the bus no second time, but for a fill. A block that is
+ * full reads no more so: one by one, each of its elements takes 32 bytes of the bus. The remainders
+ * of mode 'wrap' would cost registers. */
 template <class Vector>
 struct GatherStaged {
     static constexpr int MAX_THREADS = THREADS, ITEMS = 4;
@@ -792,9 +795,9 @@ static Status launch_rows(const DeviceGather &gather, int ndim, const DeviceLoop
             const GatherStaged<Vector> body = {gather};
             return launch_with_shared(body, grid_for(gather.rows, body.ITEMS * THREADS), stream);
         }
-    /* Such a table leaves the caches nothing to keep. Where few elements are taken from it, passing
-     * by the first cache gains 10 % on an H200; in long runs it loses 4 %, and threads with a
-     * single element each are the quickest, by 1 %. */
+    /* A large table leaves the caches nothing to keep. Where few elements are taken from it,
+     * passing by the first cache gains 10 % on an H200; in long runs it loses 4 %, and threads with
+     * a single element each are the quickest, by 1 %. */
     constexpr int64_t LARGE_TABLE_BYTES = 192 << 20, FEW_VECTORS = 8 << 20;
     const int64_t reach = (gather.axis_end - gather.axis_begin) * gather.axis_stride;
     const bool is_element = gather.row_bytes == (int64_t)sizeof(Vector) &&

@@ -1094,17 +1094,101 @@ def test_who_goes_the_short_way(cpu_device):
         assert not makes_little(short_way, a, b, out)
 
 
+def test_matmul_that_has_been_replaced(cpu_device):
+    """By whatever; that is called, and no loop of it."""
+    source = """
+import numpy as np
+numpys, own = np.matmul, lambda a, b, out: numpys(2 * a, b, out)
+np.matmul = {}
+import gpuops
+x = np.arange(9.0).reshape(3, 3)
+assert np.array_equal(gpuops.matmul(x, x, device="cpu"), {}(x, x, np.empty_like(x)))
+"""
+    for name in ("own", "np.add", "np.vecdot" if hasattr(np, "vecdot") else "np.multiply"):
+        run_child(cpu_device.gpuops, source.format(name, name))
+
+
+RACES = {
+    "a cast": ("np.ones((200, 300), 'b')", "np.ones((300, 200))", "b", (200, 300)),
+    "short": ("np.ones((200, 300), 'e')", "np.ones((300, 200), 'e')", "b", (20, 3000)),
+    "the result": ("np.ones((200, 300), 'b')", "np.ones((300, 200))", "out", (40000, 1)),
+}
+
+
+@pytest.mark.parametrize("race", RACES)
+def test_operands_that_get_another_shape_meanwhile(cpu_device, race):
+    """By another thread, while one of them is cast: then it is right, or an error."""
+    a, b, which, shape = RACES[race]
+    source = f"""
+import sys, threading, time, warnings
+import numpy as np
+import gpuops
+sys.setswitchinterval(1e-6)
+warnings.simplefilter("ignore")  # NumPy warns of this way to set a shape
+a, b, out = {a}, {b}, np.ones((200, 200), {a}.dtype if {which!r} == "b" else "d")
+changing, options = {which}, {{"out": out}} if {which!r} == "out" else {{}}
+shapes, is_over = [{which}.shape, {shape}], False
+
+def change():
+    while not is_over:
+        for shape in shapes:
+            changing.shape = shape
+
+thread = threading.Thread(target=change)
+thread.start()
+right, end = 0, time.monotonic() + 1
+try:
+    while time.monotonic() < end or right == 0:
+        try:
+            result = gpuops.matmul(a, b, device="cpu", **options)
+        except (ValueError, RuntimeError):
+            continue
+        assert (result == 300).all()
+        right += 1
+finally:
+    is_over = True
+    thread.join()
+"""
+    run_child(cpu_device.gpuops, source)
+
+
+def test_no_memory_in_the_loop_of_numpy(cpu_device):
+    """Which copies operands there that its BLAS cannot read, since NumPy 2.3 or so."""
+    source = """
+import functools, resource
+import numpy as np
+import gpuops
+a, b = np.broadcast_to(1.0, (4, 10**8)), np.broadcast_to(1.0, (10**8, 2))
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 30), -1))
+outcomes = []
+for matmul in (np.matmul, functools.partial(gpuops.matmul, device="cpu")):
+    try:
+        outcomes.append(matmul(a, b, out=np.empty((4, 2))).tolist())
+    except MemoryError as error:
+        outcomes.append(str(error))
+resource.setrlimit(resource.RLIMIT_AS, (-1, -1))
+assert outcomes[0] == outcomes[1], outcomes
+"""
+    run_child(cpu_device.gpuops, source)
+
+
 @pytest.mark.parametrize("dtype", FLOATS[1:])
 def test_what_numpy_warns_of(cpu_device, dtype):
     """Whether it is asked to, and whatever was left in the processor by somebody before."""
     matmul = functools.partial(cpu_device.gpuops.matmul, device="cpu")
+    heard = []
     limits = np.finfo(dtype)
     large, small = np.full((5, 5), limits.max, dtype), np.full((5, 5), limits.tiny, dtype)
     infinite = np.diag(np.full(5, np.inf, dtype))
     for x in (large, small, infinite, np.eye(5, dtype=dtype), np.tile(large, (80, 80))):
-        for state in ({}, {"all": "warn"}, {"all": "ignore"}, {"all": "raise"}):
+        for state in (
+            {}, {"all": "warn"}, {"all": "ignore"}, {"all": "raise"},
+            {"all": "call", "call": lambda *said: heard.append(said)},
+        ):  # fmt: skip
             outcomes = []
             for function in (np.matmul, matmul):
+                heard.clear()
                 with np.errstate(all="ignore"):
                     np.divide(large, 0)
                 with np.errstate(**state), warnings.catch_warnings(record=True) as caught:
@@ -1113,7 +1197,7 @@ def test_what_numpy_warns_of(cpu_device, dtype):
                         said = [function(x, x).tobytes()]
                     except FloatingPointError as error:
                         said = [str(error)]
-                outcomes.append(said + [(one.category, str(one.message)) for one in caught])
+                outcomes.append(said + heard + [(one.category, str(one.message)) for one in caught])
             assert outcomes[0] == outcomes[1]
 
 
