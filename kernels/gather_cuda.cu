@@ -370,8 +370,8 @@ static Status gather_tile(Arena *arena, const Gather &gather)
     device.out = arena_take(arena, device.rows * device.row_bytes);
     device.x = as_it_lies ? x + (packed_table.base - table.base) : x;
     device.indices = device_indices;
-    if (arena->slab != NULL && !gather.is_in_place && !as_it_lies &&
-        device.axis_stride == device.row_bytes && whole <= GATHER_STAGED_BYTES)
+    if (arena->slab != NULL && !as_it_lies && device.axis_stride == device.row_bytes &&
+        whole <= GATHER_STAGED_BYTES)
         device.staged_bytes = whole;
 
     Status status = send_up(arena, indices, 0, box_items(indices), device_indices);

@@ -310,9 +310,8 @@ struct GatherRows {
 };
 
 /* Elements of a small table over the bus. Each block reads all of it into shared memory while its
- * indices are on their way, and waits for the bus no second time, but for a fill. A block that is
- * full reads no more so: one by one, each of its elements takes 32 bytes of the bus. The remainders
- * of mode 'wrap' would cost registers. */
+ * indices are on their way, and waits for the bus no second time, but for a fill. The remainders of
+ * mode 'wrap' would take memory for registers that are saved. */
 template <class Vector>
 struct GatherStaged {
     static constexpr int MAX_THREADS = THREADS, ITEMS = 4;

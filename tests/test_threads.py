@@ -214,6 +214,15 @@ def test_the_gil_is_free_while_data_move(gpuops, device):
     x = np.zeros((64, 1 << 20), np.uint8)
     indices = np.arange(64).repeat(4)
     out = np.empty((256, 1 << 20), np.uint8)
+    assert_gil_is_free(lambda: gpuops.gather(x, indices, out=out))
+
+
+def test_the_gil_is_free_while_numpy_multiplies(cpu_device):
+    x, out = np.ones((256, 256), np.int64), np.empty((256, 256), np.int64)
+    assert_gil_is_free(lambda: cpu_device.gpuops.matmul(x, x, out=out, device="cpu"))
+
+
+def assert_gil_is_free(call):
     counted = []
     stop = threading.Event()
 
@@ -222,7 +231,7 @@ def test_the_gil_is_free_while_data_move(gpuops, device):
             counted.append(time.perf_counter())
             time.sleep(0)
 
-    gpuops.gather(x, indices, out=out)
+    call()
     counter = threading.Thread(target=count)
     counter.start()
     try:
@@ -230,7 +239,7 @@ def test_the_gil_is_free_while_data_move(gpuops, device):
         for _ in range(300):
             counted.clear()
             begin = time.perf_counter()
-            gpuops.gather(x, indices, out=out)
+            call()
             end = time.perf_counter()
             inside = [begin, *(at for at in list(counted) if begin < at < end), end]
             longest_pause = max(later - at for at, later in pairwise(inside))
