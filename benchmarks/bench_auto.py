@@ -146,18 +146,20 @@ def measure(run: Run) -> None:
         for name, operator in operators().items():
             for case in cases(run, name, operator):
                 if run.measure(case):
-                    note_expected(run, name, case)
+                    add_to_record(run, name, case)
         if gpuops.is_available():
             for case in page_locked_cases(run):
                 if run.measure(case):
-                    note_expected(run, "gather", case)
+                    add_to_record(run, "gather", case)
     run.case_seconds = seconds
     if not run.quick and len(run.cases) > first:
         summarize(run, run.cases[first:])
 
 
-def note_expected(run: Run, name: str, case: Case) -> None:
-    """Put beside what was measured what the cost model expects, by which auto has chosen."""
+def add_to_record(run: Run, name: str, case: Case) -> None:
+    """Judge what was measured, and put beside it what the model expects, by which auto chooses."""
+    if not run.quick:
+        judge(run, run.cases[-1])
     arguments = [*case.fixed, *case.varying[0]]
     if name == "saxpy":
         arguments.insert(0, FACTOR)
@@ -298,20 +300,34 @@ def page_locked_case(run: Run, name: str, table: numpy.ndarray, count: int) -> C
     return Case(name, contestants, take, [table], indices, moved, undecided=undecided)
 
 
+def judge(run: Run, record: dict) -> None:
+    """Say of a case whether what is promised is kept: that is its targets."""
+    results = record["results"]
+    for what, others, most in PROMISES:
+        ratio = slowness({name: results[name]["ratio"] for name in results}, others)
+        if AUTO not in results or ratio is None:
+            continue
+        text = f"{AUTO} takes {ratio:.2f} of the time of {what}, {most:g} promised"
+        text += _chance(record, what)
+        target = {"text": text, "promise": what, "value": ratio, "reached": ratio <= most}
+        record["targets"].append(target)
+        run.say_target(target)
+
+
+def _chance(record: dict, what: str) -> str:
+    return ", which may be chance" if what in record.get("undecided", ()) else ""
+
+
 def summarize(run: Run, records: list[dict]) -> None:
     """Print the worst ratios, and the cases in which the promise is broken."""
     run.say("\nthe time under auto, in parts of that of NumPy or SciPy, and of the best way")
-    for what, others, most in PROMISES:
-        ratios = []
-        for record in records:
-            results = record["results"]
-            ratio = slowness({name: results[name]["ratio"] for name in results}, others)
-            if AUTO not in results or ratio is None:
-                continue
-            chance = ", which may be chance" if what in record.get("undecided", ()) else ""
-            ratios.append((ratio, record["case"].removeprefix("auto: ") + chance))
-            text = f"{AUTO} takes {ratio:.2f} of the time of {what}, {most:g} promised{chance}"
-            record["targets"].append({"text": text, "value": ratio, "reached": ratio <= most})
+    for what, _, most in PROMISES:
+        ratios = [
+            (target["value"], record["case"].removeprefix("auto: ") + _chance(record, what))
+            for record in records
+            for target in record["targets"]
+            if target["promise"] == what
+        ]
         if not ratios:
             continue
         worst, where = max(ratios)

@@ -226,6 +226,8 @@ def record(name, auto, numpy, cpu):
     return {"case": f"auto: {name}", "stolen": 0.0, "results": results, "targets": []}
 run.cases = [record("one", 1.2, 1.0, 1.2), record("two", 1.0, 1.0, 0.8), record("three", 1, 2, 1)]
 run.cases[1]["undecided"] = ["the best way"]
+for each in run.cases:
+    bench_auto.judge(run, each)
 bench_auto.summarize(run, run.cases)
 print([target["text"][-12:] for target in run.cases[1]["targets"]])
 print([[target["reached"] for target in record["targets"]] for record in run.cases])
@@ -235,6 +237,9 @@ run.conclude()
 
 def test_what_auto_promises(cpu_device, tmp_path):
     said = said_by(cpu_device, tmp_path, PROMISES)
+    takes = 'gpuops, device="auto" takes'
+    assert f"  MISSED: {takes} 1.20 of the time of NumPy or SciPy, 1.05 promised\n" in said
+    assert f"  reached: {takes} 0.50 of the time of NumPy or SciPy, 1.05 promised\n" in said
     assert "  NumPy or SciPy: at most 1.20, one; 1.05 promised\n    MISSED: 1.20 one\n" in said
     assert "  the best way: at most 1.25, two, which may be chance; 1.15 promised\n" in said
     assert "\n    MISSED: 1.25 two, which may be chance\n" in said
@@ -255,7 +260,7 @@ def measured(is_slow, fast=1e-3):
     contestants = {bench_auto.AUTO: Contestant(auto, clock="told"),
                    "NumPy": Contestant(lambda: 1e-3, clock="told")}
     run.measure(Case("auto: one", contestants, None, undecided=bench_auto.undecided))
-    bench_auto.summarize(run, run.cases[-1:])
+    bench_auto.judge(run, run.cases[-1])
     (target,) = run.cases[-1]["targets"]
     print("samples:", run.cases[-1]["results"]["NumPy"]["samples"], target["reached"],
           "maybe" if target["text"].endswith("promised, which may be chance") else "certain")
