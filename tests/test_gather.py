@@ -170,10 +170,11 @@ def test_the_operands_stay_as_they_are(gpuops):
 # Wrong indices.
 
 
+@pytest.mark.parametrize("x", [LINE, LINE[:, None].repeat(3, 1)], ids=["elements", "rows"])
 @pytest.mark.parametrize("dtype", INDEX_DTYPES)
-def test_index_error_names_index_axis_and_size(gpuops, dtype):
+def test_index_error_names_index_axis_and_size(gpuops, dtype, x):
     with pytest.raises(IndexError) as caught:
-        gpuops.gather(LINE, np.array([0, 4, 5, 9], dtype))
+        gpuops.gather(x, np.array([0, 4, 5, 9], dtype))
     assert str(caught.value) == "index 5 is out of bounds for axis 0 with size 5"
 
 

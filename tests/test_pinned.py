@@ -673,6 +673,7 @@ ON_THE_GPU = {
     "operand with gaps": lambda gpuops, x, d: gpuops.add(d[:5], x[5:0:-1]),
     "table": lambda gpuops, x, d: gpuops.gather(x, FIVE, out=d[:5]),
     "table with gaps": lambda gpuops, x, d: gpuops.gather(x[::2], FIVE, out=d[:5]),
+    "flat table": lambda gpuops, x, d: gpuops.take(x.reshape(100, -1)[:, 1:], FIVE, out=d[:5]),
 }
 FIVE = np.array([400, 3, -1, 12, -7])
 
