@@ -221,8 +221,7 @@ class Run:
         inputs: dict[str, list[tuple]] = {}
         expected = []
         if case.reference is not None:
-            ends = case.varying if len(case.varying) == 1 else (case.varying[0], case.varying[-1])
-            expected = [case.reference(*case.fixed, *arrays) for arrays in ends]
+            expected = [case.reference(*case.fixed, *arrays) for arrays in _ends(case.varying)]
         for name, contestant in case.contestants.items():
             try:
                 inputs[name] = _converted(contestant, case)
@@ -427,6 +426,10 @@ def _converted(contestant: Contestant, case: Case) -> list[tuple]:
     return [(*fixed, *map(contestant.convert, arrays)) for arrays in case.varying]
 
 
+def _ends(inputs: Sequence) -> Sequence:
+    return inputs if len(inputs) == 1 else (inputs[0], inputs[-1])
+
+
 def _check(
     contestant: Contestant, inputs: list[tuple], expected: list[numpy.ndarray], tolerance: float
 ) -> None:
@@ -434,7 +437,7 @@ def _check(
 
     Two, since memory that was never written may still hold the first.
     """
-    for arrays, right in zip((inputs[0], inputs[-1]), expected, strict=False):
+    for arrays, right in zip(_ends(inputs), expected, strict=True):
         result = contestant.to_numpy(contestant.call(*arrays))
         if result.dtype != right.dtype or not _agree(result, right, tolerance):
             raise ValueError("the result differs from NumPy's")

@@ -60,9 +60,7 @@ void describe_case(Gather *gather, int device, int64_t index_count, int64_t room
     found->rows = gather_rows(*gather);
     found->row_bytes = gather->row_bytes;
     found->index_bytes = index_count * gather->index_bytes;
-    const double table = (double)found->table_bytes,
-                 rows = (double)found->rows * (double)found->row_bytes;
-    route_gather_rates(device, table, table + (double)found->index_bytes + rows, &found->rates);
+    route_gather_rates(device, (double)found->table_bytes, &found->rates);
     if (found->table_bytes > GATHER_LEAST_CHOICE_BYTES)
         found->is_reachable = is_reachable(*gather, &gather->to_device);
 }

@@ -60,9 +60,8 @@ double gather_seconds(const GatherCase *given, GatherWay way);
 /* Of a machine that was not measured, where a process may use so many threads. */
 void gather_guess_rates(int threads, GatherRates *rates);
 
-/* What is known of a device and the host, or guessed (route.c), for a table of so many bytes, and
- * of so many with the indices and the rows. */
-void route_gather_rates(int device, double table_bytes, double working, GatherRates *rates);
+/* What is known of a device and the host, or guessed (route.c), for a table of so many bytes. */
+void route_gather_rates(int device, double table_bytes, GatherRates *rates);
 
 /* Whether rows in place are read sooner if they are sorted by where they lie. */
 bool gather_sorting_pays(const GatherCase *given);

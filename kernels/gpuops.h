@@ -485,16 +485,14 @@ enum {
     RATES
 };
 /* The calls that were measured: elements of float32 in an operand, far ones in a copy and in a call
- * in parts, and of a table that is read in rows; these rows, of one element each; and about so many
- * multiplications of matrices, or of the most for filters. */
+ * in parts, and of a table that is read in rows; the most of these rows, of one element each; and
+ * about so many multiplications of matrices, or of the most for filters. */
 enum {
     SMALL_ITEMS = 16 << 10,
     LARGE_ITEMS = 4 << 20,
     FAR_ITEMS = 12 << 20,
     FAR_TABLE_ITEMS = 3 * FAR_ITEMS,
-    SMALL_ROWS = SMALL_ITEMS / 2,
     LARGE_ROWS = 1 << 20,
-    FAR_ROWS = LARGE_ROWS,
     SMALL_SUMS = 1 << 18,
     LARGE_SUMS = 1 << 24,
     FAR_SUMS = 1 << 29,

@@ -43,10 +43,10 @@ struct Size {
     int64_t items, table, rows, image;
 };
 
-constexpr int64_t WEIGHTS = 5, GPU_ITEMS = 1 << 20;
-constexpr Size SMALL = {SMALL_ITEMS, SMALL_ITEMS, SMALL_ROWS, 102}; /* SMALL_SUMS */
-constexpr Size LARGE = {LARGE_ITEMS, LARGE_ITEMS, LARGE_ROWS, 819}; /* LARGE_SUMS */
-constexpr Size FAR = {FAR_ITEMS, FAR_TABLE_ITEMS, FAR_ROWS, 2048};  /* FAR_FILTER_SUMS */
+constexpr int64_t WEIGHTS = 5, GPU_ITEMS = 1 << 20, FAR_ROWS = LARGE_ROWS;
+constexpr Size SMALL = {SMALL_ITEMS, SMALL_ITEMS, SMALL_ITEMS / 2, 102}; /* SMALL_SUMS */
+constexpr Size LARGE = {LARGE_ITEMS, LARGE_ITEMS, LARGE_ROWS, 819};      /* LARGE_SUMS */
+constexpr Size FAR = {FAR_ITEMS, FAR_TABLE_ITEMS, FAR_ROWS, 2048};       /* FAR_FILTER_SUMS */
 constexpr Size DROPPED = {1 << 20, 0, 0, 0};
 constexpr Size ON_GPU = {GPU_ITEMS, GPU_ITEMS, GPU_ITEMS / 2, 1024};
 /* More than a slab has room for, and what leaves almost all of it empty. */

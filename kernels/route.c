@@ -41,9 +41,7 @@ static const int64_t BRIEF_EXTENT = 32 << 10;
 enum { SIZES = 3 };
 static const double OPERAND_BYTES[] = {12.0 * SMALL_ITEMS, 12.0 * LARGE_ITEMS, 512 << 20};
 static const double TABLE_BYTES[] = {4.0 * SMALL_ITEMS, 4.0 * LARGE_ITEMS, 4.0 * FAR_TABLE_ITEMS};
-static const double TAKEN_BYTES[] = {4.0 * SMALL_ITEMS + 12.0 * SMALL_ROWS,
-                                     4.0 * LARGE_ITEMS + 12.0 * LARGE_ROWS,
-                                     4.0 * FAR_TABLE_ITEMS + 12.0 * FAR_ROWS};
+static const double MEASURED_ROW_BYTES = LARGE_ROWS * (sizeof(int64_t) + sizeof(float));
 static const double SUMS[] = {SMALL_SUMS, LARGE_SUMS, FAR_SUMS};
 static const double FILTER_SUMS[] = {SMALL_SUMS, LARGE_SUMS, FAR_FILTER_SUMS};
 
@@ -99,8 +97,6 @@ static double bytes_of_lines(const Call *call, const Weight *weight)
     return call->operations * row;
 }
 
-/* What many rows are taken from makes room in the caches for these and for the indices. Many rows
- * that are set are put in order first, by the parts of the table that one cache holds. */
 static void weigh_rows(const Call *call, Weight *weight)
 {
     const View *x = call->in_place ? &call->out : &call->inputs[0];
@@ -111,10 +107,10 @@ static void weigh_rows(const Call *call, Weight *weight)
     weight->row_bytes = rows > 0 ? moved / rows : 0;
     weight->touched = moved + indices;
     weight->units = weight->touched + bytes_of_lines(call, weight);
-    const double table = (double)x->item_bytes * view_count(x, 0, x->ndim);
-    weight->working = table + (call->in_place ? 0 : weight->touched);
-    if (call->in_place || stays_on_host(call, 0, table)) return;
-    weight->table = table;
+    weight->working = (double)x->item_bytes * view_count(x, 0, x->ndim);
+    if (call->in_place) return;
+    if (stays_on_host(call, 0, weight->working)) return;
+    weight->table = weight->working;
     weight->copied[0] = 0;
 }
 
@@ -240,12 +236,29 @@ static double seconds_of_products(const double *rates, double sums)
     return large + (far - large) * (sums - LARGE_SUMS) / (FAR_SUMS - LARGE_SUMS);
 }
 
+/* What no cache holds is read and written as fast as it is added. */
+static double memory_rate(const double *rates)
+{
+    return rates[OPERATOR_add * RATES_OF_OPERATOR + RATE_CPU_FAR];
+}
+
+/* Those that were measured are in a cache, with their indices. More of them, if they are taken,
+ * come from memory and go there; of long rows that is in their units. Many that are set are put in
+ * order first, by the parts of the table that a cache holds. */
+static double seconds_of_rows(const Call *call, const Weight *weight, const double *rates)
+{
+    const double rate = rate_on_cpu(rates, call->op->number, TABLE_BYTES, weight->working);
+    const double work = weight->units * rate;
+    if (call->in_place) return work;
+    const double of_long = call->operations * fmax(weight->row_bytes - LINE_BYTES, 0);
+    const double beyond = fmax(weight->touched - of_long - MEASURED_ROW_BYTES, 0);
+    return work + beyond * memory_rate(rates);
+}
+
 static double seconds_on_cpu(const Call *call, const Weight *weight, const double *rates)
 {
     const int op = call->op->number;
-    if (call->op->work == WORK_ROWS)
-        return weight->units *
-               rate_on_cpu(rates, op, call->in_place ? TABLE_BYTES : TAKEN_BYTES, weight->working);
+    if (call->op->work == WORK_ROWS) return seconds_of_rows(call, weight, rates);
     /* What takes no longer than the sums that it computes takes as long as memory does. */
     const double memory =
         weight->touched * rate_on_cpu(rates, OPERATOR_add, OPERAND_BYTES, weight->working);
@@ -261,10 +274,9 @@ static double seconds_on_cpu(const Call *call, const Weight *weight, const doubl
 }
 
 /* A row costs the lines that it touches, of the table and of the indices, and its bytes twice. */
-static void set_gather_rates(const double *rates, double table_bytes, double working,
-                             GatherRates *found)
+static void set_gather_rates(const double *rates, double table_bytes, GatherRates *found)
 {
-    const double rate = rate_on_cpu(rates, OPERATOR_gather, TAKEN_BYTES, working);
+    const double rate = rate_on_cpu(rates, OPERATOR_gather, TABLE_BYTES, table_bytes);
     found->byte_up = rates[RATE_UP_LOCKED];
     found->byte_copied_up = copy_seconds(rates + RATE_UP_SMALL, table_bytes) / fmax(table_bytes, 1);
     found->host_row = rate * (LINE_BYTES + sizeof(int64_t));
@@ -287,7 +299,7 @@ static double seconds_of_table(const Call *call, const Weight *weight, const dou
                         .row_bytes = (int64_t)weight->row_bytes,
                         .is_reachable = true};
     given.table_bytes = given.range_bytes = given.span_bytes = (int64_t)fmin(weight->table, 9e18);
-    set_gather_rates(rates, weight->table, weight->working, &given.rates);
+    set_gather_rates(rates, weight->table, &given.rates);
     return gather_seconds(&given, way == WAY_ZERO_COPY ? GATHER_IN_PLACE : GATHER_WHOLE);
 }
 
@@ -305,9 +317,8 @@ static double parts_of(double bytes)
 static double seconds_of_both(const Weight *weight, const double *rates, double up, double down,
                               double parts)
 {
-    const double memory = rates[OPERATOR_add * RATES_OF_OPERATOR + RATE_CPU_FAR];
     const double bytes = weight->up - weight->up_locked + weight->down - weight->down_locked;
-    return fmax(fmax(up, down) + fmin(up, down) / parts, bytes * memory);
+    return fmax(fmax(up, down) + fmin(up, down) / parts, bytes * memory_rate(rates));
 }
 
 /* Between host arrays. The bus is as fast down as up. */
@@ -384,12 +395,12 @@ static const double *rates_of_cpu(WorkKind work)
     return rates != NULL ? rates : rates_of(DEVICE_CPU, work);
 }
 
-void route_gather_rates(int device, double table_bytes, double working, GatherRates *found)
+void route_gather_rates(int device, double table_bytes, GatherRates *found)
 {
     const double *rates = rates_of(device, WORK_ROWS);
     int threads;
     if (rates != NULL)
-        set_gather_rates(rates, table_bytes, working, found);
+        set_gather_rates(rates, table_bytes, found);
     else
         gather_guess_rates(cpu_threads(&threads) == STATUS_OK ? threads : 1, found);
 }

@@ -247,6 +247,21 @@ def test_what_auto_promises(cpu_device, tmp_path):
     assert said.endswith("[[False, True], [True, False], [True, True]]\n\n4 of 6 targets reached\n")
 
 
+def test_what_auto_promises_of_a_case_is_judged_at_once(cpu_device, tmp_path):
+    """And so also of a run that is cut short."""
+    source = """
+from benchmarks import bench_auto
+run.pattern = "sigmoid of (16|64) float32"
+bench_auto.summarize = lambda run, records: print(len(records), "records")
+bench_auto.measure(run)
+print([[target["promise"] for target in record["targets"]] for record in run.cases])
+"""
+    said = said_by(cpu_device, tmp_path, source)
+    promises = ["NumPy or SciPy", "the best way"]
+    assert said.endswith(f"2 records\n{[promises, promises]}\n")
+    assert said.count("1.05 promised") == said.count("1.15 promised") == 2
+
+
 ROUNDS = """
 from benchmarks import bench_auto, harness
 from benchmarks.harness import Case, Contestant

@@ -197,31 +197,29 @@ near(found[-1], 1e-9)
 def test_rates_on_the_cpu_go_by_memory_or_by_the_sums(child):
     child("""
 for size, rate in [("small", 1e-10), ("large", 4e-10), ("far", 1e-9)]:
-    names = ("gather", "scatter", "matmul", "correlate")
-    keep(**{f"{name}.cpu_{size}": rate for name in names})
+    keep(**{f"{name}.cpu_{size}": rate for name in ("gather", "matmul", "correlate")})
     keep(**{f"add.cpu_{size}": 1e-15})
-def rate_of_rows(places, rows=8, *values):
-    x, indices = np.empty(places, "f4"), np.zeros(rows, "i8")
-    name = "scatter" if values else "gather"
-    return candidates(name, x, indices, *values)["cpu"].seconds / rows / 76
-def between(size, few, many, small, large):
-    return small * (large / small) ** (np.log(size / few) / np.log(many / few))
-# Rows that are taken, by all bytes that are touched.
-few, many, most = 160 << 10, 28 << 20, 156 << 20
+keep(**{"add.cpu_far": 1e-8})
+def rate_of_rows(places):
+    return candidates("gather", np.empty(places, "f4"), np.zeros(8, "i8"))["cpu"].seconds / 8 / 76
 near(rate_of_rows(1 << 14), 1e-10)
-near(rate_of_rows(1 << 14, 1 << 13), 1e-10)
-near(rate_of_rows(1 << 18), between((1 << 20) + 8 * 12, few, many, 1e-10, 4e-10))
-near(rate_of_rows(4 << 20, 1 << 20), 4e-10)
-near(rate_of_rows(1 << 20, 2 << 20), 4e-10)
-near(rate_of_rows(4 << 20, 4 << 20), between(64 << 20, many, most, 4e-10, 1e-9))
-near(rate_of_rows(36 << 20, 1 << 20), 1e-9)
+near(rate_of_rows(1 << 18), 2e-10)  # half of the way to 4 Mi
+near(rate_of_rows(4 << 20), 4e-10)
+near(rate_of_rows(48 << 20), 1e-9)
 near(rate_of_rows(1 << 30), 1e-9)
-# Rows that are set, by those of the table.
-near(rate_of_rows(1 << 14, 8, 0), 1e-10)
-near(rate_of_rows(1 << 18, 8, 0), 2e-10)  # half of the way to 4 Mi
-near(rate_of_rows(1 << 18, 1 << 20, 0), 2e-10)
-near(rate_of_rows(4 << 20, 8, 0), 4e-10)
-near(rate_of_rows(48 << 20, 8, 0), 1e-9)
+# Rows, up to a line of each, and indices that are more than what was measured go through memory.
+def beyond(name, rows, columns, *values, index="i8"):
+    x, indices = np.empty((4 << 20, columns), "f4"), np.zeros(rows, index)
+    seconds = candidates(name, x, indices, *values, axis=0)["cpu"].seconds
+    lines = max(4 * columns, 64)
+    rate = 4e-10 if name == "gather" and columns == 1 else 1e-9
+    return seconds - rate * rows * (lines + 4 * columns + indices.itemsize)
+assert abs(beyond("gather", 1 << 20, 1)) < 1e-9
+near(beyond("gather", 4 << 20, 1), 1e-8 * (36 << 20))
+near(beyond("gather", 4 << 20, 1, index="i4"), 1e-8 * (20 << 20))
+near(beyond("gather", 2 << 20, 16), 1e-8 * (132 << 20))
+near(beyond("gather", 2 << 20, 256), 1e-8 * (132 << 20))
+assert abs(beyond("scatter", 4 << 20, 1, 0)) < 1e-9
 def rate_of_sums(rows, depth, columns):
     a, b = np.ones((rows, depth), "f4"), np.ones((depth, columns), "f4")
     return candidates("matmul", a, b)["cpu"].seconds / (rows * depth * columns)
@@ -447,8 +445,8 @@ FASTEST = {
     "sigmoid": dict.fromkeys(EVERY[:-2], CPU),  # above, either is as fast
     "sigmoid_backward": dict.fromkeys(EVERY, CPU),
     **{
-        name: dict.fromkeys(EVERY[:10], CPU) | dict.fromkeys((1 << 24, 1 << 26, 1 << 28), CUDA)
-        for name in ("gather", "take", "take_along_axis")  # between, either is as fast
+        name: dict.fromkeys(EVERY[:10], CPU) | dict.fromkeys(EVERY[10:], CUDA)
+        for name in ("gather", "take", "take_along_axis")
     },
     **{
         name: dict.fromkeys(EVERY[:7], CPU) | dict.fromkeys((1 << 26, 1 << 28), CUDA)
