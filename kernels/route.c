@@ -242,7 +242,7 @@ static double memory_rate(const double *rates)
     return rates[OPERATOR_add * RATES_OF_OPERATOR + RATE_CPU_FAR];
 }
 
-/* Those that were measured are in a cache, with their indices. More of them, if they are taken,
+/* Rows that were measured are in a cache, with their indices. More of them, if they are taken,
  * come from memory and go there; of long rows that is in their units. Many that are set are put in
  * order first, by the parts of the table that a cache holds. */
 static double seconds_of_rows(const Call *call, const Weight *weight, const double *rates)

@@ -911,7 +911,10 @@ static Status run_until(bool (*has_come)(const Transfer &), Transfer *transfer)
         if (status != STATUS_OK || has_come(*transfer)) return status;
         if (!moved && !work_on_slices(crew)) {
             if (microseconds() - begin < PATIENCE_MICROSECONDS) continue;
-            dismiss_workers(crew);
+            if (crew->helped) { /* workers may have copied the last slices since that look */
+                dismiss_workers(crew);
+                continue;
+            }
             /* All that was opened is copied, so it is the next buffer that this copy waits for. */
             status = await_buffer(*transfer, transfer->opened);
             if (status != STATUS_OK) return status;

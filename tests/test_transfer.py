@@ -723,6 +723,25 @@ assert seen[-1] > seen[0], seen
     assert in_child(fake_device, source, GPUOPS_NUM_THREADS="4") == ""
 
 
+def test_what_workers_have_copied_is_sent_before_anybody_waits(fake_device):
+    """Also what they have copied since the caller has looked for it."""
+    source = """
+import random, time
+x, chance = numbers(2 << 20), random.Random(0)
+def stall(name, with_gil):
+    if name == "cudaThreadExchangeStreamCaptureMode" and chance.random() < 0.3:
+        time.sleep(0.003)  # now and then after that look, and until the workers are done
+for _ in range(8):
+    with fake.fail(1, NOT_READY, "from then on", "cudaEventQuery"), fake.visit(stall):
+        arrays = [gpuops.to_device(x, stream=gpuops.Stream()) for _ in range(8)]
+    assert all((d.to_host() == x).all() for d in arrays)
+    del arrays
+    gpuops.empty_cache(0)
+print("done")
+"""
+    assert in_child(fake_device, source, GPUOPS_NUM_THREADS="4") == "done\n"
+
+
 THREADS_OF_A_LIMIT = """
 x = numbers(LEAST)
 run_threads([lambda: [round_trip(gpuops, x) for _ in range(3)]] * 6)
