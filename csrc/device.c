@@ -219,9 +219,10 @@ static PyObject *device_info(PyObject *module, PyObject *object)
     Status status = without_gil(ask_info, &work);
     if (status != STATUS_OK)
         return raise_status(PyModule_GetState(module), status, "devices", work.device);
-    return Py_BuildValue("(siiiL)", work.info.name, work.info.compute_major,
+    return Py_BuildValue("(siiiLy#)", work.info.name, work.info.compute_major,
                          work.info.compute_minor, work.info.multiprocessors,
-                         (long long)work.info.memory_bytes);
+                         (long long)work.info.memory_bytes, (char *)work.info.uuid,
+                         (Py_ssize_t)sizeof work.info.uuid);
 }
 
 static PyObject *version_or_none(int version)
@@ -387,7 +388,7 @@ PyMethodDef device_methods[] = {
      "Set the default device of this thread, and return the one before."},
     {"_device_info", device_info, METH_O,
      "_device_info($module, ordinal, /)\n--\n\n"
-     "(name, major, minor, multiprocessors, memory_bytes) of a CUDA device."},
+     "(name, major, minor, multiprocessors, memory_bytes, uuid) of a CUDA device."},
     {"_config", config, METH_NOARGS,
      "_config($module)\n--\n\nHow this package was built and what it found, as a dict."},
     {"_blas", blas, METH_NOARGS,

@@ -78,7 +78,7 @@ def devices() -> list[Device]:
     """
     found = []
     for ordinal in range(_core.device_count()):
-        name, major, minor, multiprocessors, memory_bytes = _core._device_info(ordinal)
+        name, major, minor, multiprocessors, memory_bytes, _ = _core._device_info(ordinal)
         found.append(Device(ordinal, name, (major, minor), multiprocessors, memory_bytes))
     return found
 

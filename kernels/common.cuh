@@ -180,6 +180,8 @@ void for_each_held_stream(int device, const Function &function)
 
 bool stream_is_capturing(const Stream *stream);
 bool device_is_capturing(int device); /* as far as is known of its streams */
+/* Waits for all work of the device, which is current; false: it may not be over. */
+bool device_await(int device);
 Status refuse_capture(const char *what);
 /* An event without timing of the device that is current, from a store of them. */
 Status event_take(int device, cudaEvent_t *event);

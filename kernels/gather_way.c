@@ -12,7 +12,6 @@
  * them and for each of their bytes. */
 #define BUS_BYTES_PER_SECOND 50e9
 #define COPIED_BYTES_PER_SECOND 8e9
-#define MOST_COPYING 9 /* threads (transfer.cu) */
 #define SECONDS_PER_ROW 40e-9
 #define GATHERED_BYTES_PER_SECOND 3e9
 #define MOST_GATHERING 16
@@ -44,16 +43,11 @@ static double longer(double one, double other)
     return one > other ? one : other;
 }
 
-static int fewer(int one, int other)
-{
-    return one < other ? one : other;
-}
-
 void gather_guess_rates(int threads, GatherRates *rates)
 {
-    const int copying = fewer(threads, MOST_COPYING), gathering = fewer(threads, MOST_GATHERING);
+    const int gathering = threads < MOST_GATHERING ? threads : MOST_GATHERING;
     rates->byte_up = 1 / BUS_BYTES_PER_SECOND;
-    rates->byte_copied_up = longer(rates->byte_up, 1 / (copying * COPIED_BYTES_PER_SECOND));
+    rates->byte_copied_up = longer(rates->byte_up, 1 / (threads * COPIED_BYTES_PER_SECOND));
     rates->host_row = SECONDS_PER_ROW / gathering;
     rates->host_byte = 1 / (GATHERED_BYTES_PER_SECOND * gathering);
 }

@@ -299,6 +299,7 @@ extern const Operator operators[OPERATORS];
 /* Devices. None of these makes a CUDA call before it is asked for the first time. */
 typedef struct DeviceInfo {
     char name[256];
+    unsigned char uuid[16];
     int compute_major, compute_minor;
     int multiprocessors, clock_khz;
     int64_t memory_bytes;

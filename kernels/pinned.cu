@@ -170,11 +170,10 @@ static void hold_on_to_spans(const char *low, const char *high, uint64_t last, i
 static bool is_idle(int device)
 {
     int previous;
-    if (device_is_capturing(device) || !device_try_enter(device, &previous)) return false;
-    const cudaError_t code = cudaDeviceSynchronize();
-    cuda_ignore(code);
+    if (!device_try_enter(device, &previous)) return false;
+    const bool is_over = device_await(device);
     device_leave(device, previous);
-    return code == cudaSuccess;
+    return is_over;
 }
 
 /* Waits once more for the work that nobody could be made to wait for. */
@@ -508,6 +507,7 @@ constexpr int64_t PAGE_BYTES = 4 << 10;   /* before the first block */
 constexpr int64_t GRAIN_BYTES = 64 << 10; /* of chunks with a single block */
 constexpr int64_t MOST_IDLE_BYTES = 256 << 20; /* that stay locked though nobody uses them */
 constexpr int64_t MOST_BLOCK_BYTES = (CHUNK_BYTES - PAGE_BYTES) / 2;
+constexpr int64_t MOST_BYTES = INT64_MAX / 2; /* so that no size of a chunk overflows */
 constexpr int SIZES = 56;
 
 struct Block { /* that is free */
@@ -631,6 +631,7 @@ static void *take_from_pool(int64_t bytes)
 
 void *pinned_take(int64_t bytes)
 {
+    if (bytes > MOST_BYTES) return NULL;
     pthread_mutex_lock(&pool.lock);
     void *block = take_from_pool(bytes);
     pthread_mutex_unlock(&pool.lock);
@@ -707,7 +708,7 @@ Status pinned_allocate(int device, int64_t bytes, void **block)
     watch_for_forks();
     *block = pinned_take(bytes);
     if (*block != NULL) return STATUS_OK;
-    if (bytes > INT64_MAX / 2)
+    if (bytes > MOST_BYTES)
         return fail(STATUS_MEMORY_ERROR, "out of host memory: %lld bytes were to be page-locked",
                     (long long)bytes);
     Chunk *chunk;

@@ -236,6 +236,8 @@ Status cuda_device_info(int device, DeviceInfo *info)
     cudaDeviceProp properties;
     CUDA_TRY(cudaGetDeviceProperties(&properties, device));
     snprintf(info->name, sizeof info->name, "%s", properties.name);
+    static_assert(sizeof info->uuid == sizeof properties.uuid, "");
+    memcpy(info->uuid, &properties.uuid, sizeof info->uuid);
     info->compute_major = properties.major;
     info->compute_minor = properties.minor;
     info->multiprocessors = properties.multiProcessorCount;

@@ -173,21 +173,12 @@ static bool has_doubtful(int device)
     return has;
 }
 
-/* Whether all work on the device that is current is over, which is waited for. */
-static bool await_device(int device)
-{
-    if (device_is_capturing(device)) return false;
-    const cudaError_t code = cudaDeviceSynchronize();
-    cuda_ignore(code);
-    return code == cudaSuccess;
-}
-
 void slab_flush(int device)
 {
     auto &of_device = slabs.devices[device];
     in_spite_of_captures([&] {
         sort_doubtful(device, false);
-        if (has_doubtful(device)) sort_doubtful(device, await_device(device));
+        if (has_doubtful(device)) sort_doubtful(device, device_await(device));
         for (Slab *idle = take_all(&of_device.idle); idle != NULL;) {
             Slab *slab = idle;
             idle = slab->next;

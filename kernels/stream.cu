@@ -278,6 +278,14 @@ bool device_is_capturing(int device)
     return capturing;
 }
 
+bool device_await(int device)
+{
+    if (device_is_capturing(device)) return false;
+    const cudaError_t code = cudaDeviceSynchronize();
+    cuda_ignore(code);
+    return code == cudaSuccess;
+}
+
 /* The legacy default stream of the device that is current waits for streams of other libraries, of
  * which nothing is known here, and cannot be asked where one of them is captured. */
 static bool legacy_waits_for_captured(void)

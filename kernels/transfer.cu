@@ -190,12 +190,24 @@ Status copy_across_devices(void *target, int target_device, const void *source, 
     return STATUS_OK;
 }
 
+constexpr int64_t DIRECT_BYTES = 64 << 10; /* stretches that go to the driver without staging */
+
 bool host_memory_is_pinned(const void *host)
 {
     cudaPointerAttributes attributes;
     const cudaError_t code = cudaPointerGetAttributes(&attributes, host);
     cuda_ignore(code);
     return code != cudaSuccess || attributes.type != cudaMemoryTypeUnregistered;
+}
+
+bool box_is_pinned(const Box &box)
+{
+    const Box merged = box_merged(box);
+    const bool is_in_stretches = merged.ndim > 0 && merged.item_bytes >= DIRECT_BYTES;
+    const int64_t stretches = is_in_stretches ? box_items(merged) : 1;
+    int64_t i = 0;
+    while (i < stretches && !host_memory_is_pinned(box_place(merged, i))) i++;
+    return i < stretches;
 }
 
 Status clear_on_device(void *device, int byte, int64_t bytes, void *stream)
@@ -307,6 +319,7 @@ constexpr int MOST_WORKERS = 15; /* as many as both ways of the bus, or fresh me
  * in 0.50 to 0.52 by 10 to 16, and in 0.54 by 8. */
 constexpr int MOST_WORKERS_OF_BUS = 12;
 constexpr int64_t PATIENCE_MICROSECONDS = 1000; /* of who keeps workers from others */
+constexpr int64_t LOOK_MICROSECONDS = 100000;   /* from one look of the watch to the next */
 /* Below this, the driver's own way is faster than waking the workers. */
 constexpr RingBytes LEAST_RING_BYTES = 2 << 20;
 constexpr int LEAST_CHUNKS = 4; /* of a copy, so that short ones overlap as well */
@@ -323,11 +336,12 @@ constexpr int64_t POPULATED_AHEAD_BYTES = 128 << 20; /* where there is nothing e
 constexpr int64_t LEAST_AHEAD_BYTES = 16 << 20;
 
 constexpr int64_t DEFAULT_PINNED_LIMIT = 256 << 20;
-constexpr int64_t DIRECT_BYTES = 64 << 10; /* stretches that go to the driver without staging */
 
 struct Ring {
     char *buffers;
     bool is_locked;
+    int home;                         /* the device on which they were locked, for all of them */
+    int device;                       /* whose copies it takes, and whose events these are: */
     cudaEvent_t events[RING_BUFFERS]; /* behind the last copy from or to each buffer, */
     bool pending[RING_BUFFERS];       /* which is not known to have passed */
     int64_t chunks;                   /* that have gone through it; also the next one's number */
@@ -339,8 +353,9 @@ struct Ring {
 static struct {
     pthread_mutex_t lock;
     Ring *idle[MAX_DEVICES];
-    int64_t bytes; /* of all rings, idle or lent */
-} rings = {PTHREAD_MUTEX_INITIALIZER, {}, 0};
+    int64_t bytes;    /* of all rings, idle or lent */
+    int64_t again_at; /* in microseconds: CUDA has refused one more, and is not asked before */
+} rings = {PTHREAD_MUTEX_INITIALIZER, {}, 0, 0};
 
 static int64_t ring_bytes(void)
 {
@@ -373,16 +388,38 @@ static bool keep_from_children(char *memory, bool keep)
     return madvise(memory, (size_t)ring_bytes(), keep ? MADV_DONTFORK : MADV_DOFORK) == 0;
 }
 
+static cudaError_t create_events(Ring *ring)
+{
+    cudaError_t code = cudaSuccess;
+    for (int i = 0; i < RING_BUFFERS && code == cudaSuccess; i++)
+        code = cudaEventCreateWithFlags(&ring->events[i], cudaEventDisableTiming);
+    cuda_ignore(code);
+    return code;
+}
+
+static void destroy_events(Ring *ring)
+{
+    for (int i = 0; i < RING_BUFFERS; i++) {
+        if (ring->events[i] != NULL) cuda_ignore(cudaEventDestroy(ring->events[i]));
+        ring->events[i] = NULL;
+    }
+}
+
+static void unlock_buffers(Ring *ring)
+{
+    int previous;
+    if (!ring->is_locked || !device_try_enter(ring->home, &previous)) return;
+    const cudaError_t code = cudaHostUnregister(ring->buffers);
+    cuda_ignore(code);
+    ring->is_locked = code != cudaSuccess;
+    device_leave(ring->home, previous);
+}
+
 /* What CUDA does not unlock, it may go on to use; and results are for children too. */
 static void ring_destroy(Ring *ring)
 {
-    for (int i = 0; i < RING_BUFFERS; i++)
-        if (ring->events[i] != NULL) cuda_ignore(cudaEventDestroy(ring->events[i]));
-    if (ring->is_locked) {
-        const cudaError_t code = cudaHostUnregister(ring->buffers);
-        cuda_ignore(code);
-        ring->is_locked = code != cudaSuccess;
-    }
+    destroy_events(ring);
+    unlock_buffers(ring);
     if (!ring->is_locked && keep_from_children(ring->buffers, false)) host_give(ring->buffers);
     free(ring);
 }
@@ -401,41 +438,64 @@ static cudaError_t lock_buffers(Ring *ring)
     (void)keep_from_children(ring->buffers, true);
     parallel_for(ring_bytes(), HUGE_PAGE_BYTES, touch_pages, ring->buffers);
     const cudaError_t code =
-        cudaHostRegister(ring->buffers, (size_t)ring_bytes(), cudaHostRegisterDefault);
+        cudaHostRegister(ring->buffers, (size_t)ring_bytes(), cudaHostRegisterPortable);
+    cuda_ignore(code);
     ring->is_locked = code == cudaSuccess;
     return code;
 }
 
+/* To lock buffers in vain takes as long as to lock them. */
+static void put_off_rings(void)
+{
+    constexpr int64_t PAUSE_MICROSECONDS = 1000000;
+    pthread_mutex_lock(&rings.lock);
+    rings.again_at = microseconds() + PAUSE_MICROSECONDS;
+    pthread_mutex_unlock(&rings.lock);
+}
+
 /* NULL where there is no memory to be page-locked, or where CUDA fails. The events are the ring's
  * own: those of the store may still stand for the work of others. */
-static Ring *ring_create(void)
+static Ring *ring_create(int device)
 {
     Ring *ring = static_cast<Ring *>(calloc(1, sizeof *ring));
     if (ring == NULL) return NULL;
+    ring->home = ring->device = device;
     ring->buffers = static_cast<char *>(host_take(ring_bytes()));
     if (ring->buffers == NULL) {
         free(ring);
         return NULL;
     }
-    cudaError_t code = lock_buffers(ring);
-    for (int i = 0; i < RING_BUFFERS && code == cudaSuccess; i++)
-        code = cudaEventCreateWithFlags(&ring->events[i], cudaEventDisableTiming);
-    cuda_ignore(code);
-    if (code == cudaSuccess) return ring;
+    if (lock_buffers(ring) == cudaSuccess && create_events(ring) == cudaSuccess) return ring;
+    ring_destroy(ring);
+    put_off_rings();
+    return NULL;
+}
+
+/* To the device that is current, which has other events: nothing is on its way through the ring.
+ * NULL where CUDA fails, and then the ring is gone. */
+static Ring *ring_move(Ring *ring, int device)
+{
+    destroy_events(ring);
+    ring->device = device;
+    for (bool &pending : ring->pending) pending = false;
+    if (create_events(ring) == cudaSuccess) return ring;
     ring_destroy(ring);
     return NULL;
 }
 
 /* Whether nothing is on its way through the ring. */
-static bool ring_is_over(Ring *ring, int device)
+static bool ring_is_over(const Ring *ring)
 {
-    if (ring->unmarked && !device_is_capturing(device)) {
-        const cudaError_t code = cudaDeviceSynchronize();
-        cuda_ignore(code);
-        ring->unmarked = code != cudaSuccess;
-    }
     return !ring->unmarked &&
            event_is_over(ring->events[(ring->chunks + RING_BUFFERS - 1) % RING_BUFFERS]);
+}
+
+/* With the lock. */
+static Ring **find_ring_that_is_over(int device)
+{
+    Ring **link = &rings.idle[device];
+    while (*link != NULL && !ring_is_over(*link)) link = &(*link)->next;
+    return link;
 }
 
 /* Who takes a ring waits for nothing but the work of the own stream, and so no stream that is held
@@ -448,9 +508,15 @@ static Ring **find_ring(int device, cudaStream_t stream)
         return ring->stream == stream && stream != cudaStreamPerThread && !ring->unmarked;
     };
     while (*link != NULL && !is_own(*link)) link = &(*link)->next;
-    if (*link != NULL) return link;
-    link = &rings.idle[device];
-    while (*link != NULL && !ring_is_over(*link, device)) link = &(*link)->next;
+    return *link != NULL ? link : find_ring_that_is_over(device);
+}
+
+/* As another device may have had them all, and have no use for them now. */
+static Ring **find_ring_elsewhere(int device)
+{
+    Ring **link = NULL;
+    for (int i = 0; i < MAX_DEVICES && (link == NULL || *link == NULL); i++)
+        if (i != device) link = find_ring_that_is_over(i);
     return link;
 }
 
@@ -461,49 +527,54 @@ static void room_for_one_more(void)
     pthread_mutex_unlock(&rings.lock);
 }
 
-/* NULL where all are in use. Then *grows tells whether the limit allows one more, whose bytes have
- * been counted. */
+/* One of the device's; or where the limit allows no more, one of another's; NULL where all are in
+ * use, or *grows: one more is allowed, whose bytes have been counted. */
 static Ring *ring_take(int device, cudaStream_t stream, int64_t limit, bool *grows)
 {
     pthread_mutex_lock(&rings.lock);
     Ring **link = find_ring(device, stream);
+    const bool is_allowed = rings.bytes + ring_bytes() <= limit;
+    *grows = *link == NULL && is_allowed && microseconds() >= rings.again_at;
+    if (*link == NULL && !is_allowed) link = find_ring_elsewhere(device);
     Ring *ring = *link;
-    *grows = ring == NULL && rings.bytes + ring_bytes() <= limit;
     if (ring != NULL) *link = ring->next;
     if (*grows) rings.bytes += ring_bytes();
     pthread_mutex_unlock(&rings.lock);
     return ring;
 }
 
-static void ring_give(int device, Ring *ring)
+static void ring_give(Ring *ring)
 {
     pthread_mutex_lock(&rings.lock);
-    ring->next = rings.idle[device];
-    rings.idle[device] = ring;
+    ring->next = rings.idle[ring->device];
+    rings.idle[ring->device] = ring;
     pthread_mutex_unlock(&rings.lock);
+}
+
+/* On the device that is current, without the lock, since it may wait for the GPU. */
+static void settle(Ring *ring)
+{
+    if (ring->unmarked) ring->unmarked = !device_await(ring->device);
 }
 
 void transfer_flush(int device)
 {
     in_spite_of_captures([&] {
-        Ring *over = NULL; /* to be destroyed without the lock, since that may wait for the GPU */
         pthread_mutex_lock(&rings.lock);
-        for (Ring **link = &rings.idle[device]; *link != NULL;) {
-            Ring *ring = *link;
-            if (ring_is_over(ring, device)) {
-                *link = ring->next;
-                ring->next = over;
-                over = ring;
-            } else {
-                link = &ring->next;
-            }
-        }
+        Ring *idle = rings.idle[device];
+        rings.idle[device] = NULL;
+        rings.again_at = 0;
         pthread_mutex_unlock(&rings.lock);
-        while (over != NULL) {
-            Ring *ring = over;
-            over = ring->next;
-            ring_destroy(ring);
-            room_for_one_more();
+        while (idle != NULL) {
+            Ring *ring = idle;
+            idle = ring->next;
+            settle(ring);
+            if (ring_is_over(ring)) {
+                ring_destroy(ring);
+                room_for_one_more();
+            } else {
+                ring_give(ring);
+            }
         }
     });
 }
@@ -899,16 +970,28 @@ static bool is_over(const Transfer &transfer)
     return is_sent(transfer) && transfer.copied == transfer.chunks;
 }
 
+/* Nobody who looks is to find the workers taken: it may be for the GIL, and run any code. */
+static Status look_for_signals(Crew *crew, int device)
+{
+    dismiss_workers(crew);
+    return runtime_is_leaving() ? STATUS_OK : ask_watch(crew->watch, device, 0, 0);
+}
+
 /* Advances all copies until one has come so far. The GPU may have other work to do before that, for
  * any time: others can have the workers meanwhile. */
 static Status run_until(bool (*has_come)(const Transfer &), Transfer *transfer)
 {
     Crew *crew = transfer->crew;
-    int64_t begin = microseconds();
+    int64_t begin = microseconds(), looked = begin;
     for (;;) {
         bool moved = false;
         Status status = in_spite_of_captures([&] { return advance_all(crew, &moved); });
         if (status != STATUS_OK || has_come(*transfer)) return status;
+        if (crew->watch != NULL && microseconds() - looked >= LOOK_MICROSECONDS) {
+            status = look_for_signals(crew, transfer->ordinal);
+            if (status != STATUS_OK) return status;
+            looked = microseconds();
+        }
         if (!moved && !work_on_slices(crew)) {
             if (microseconds() - begin < PATIENCE_MICROSECONDS) continue;
             if (crew->helped) { /* workers may have copied the last slices since that look */
@@ -978,18 +1061,24 @@ static Status end_transfer(Transfer *transfer, Status status)
             return last;
         });
     }
-    ring_give(transfer->ordinal, ring);
+    ring_give(ring);
     return status;
 }
 
-/* One that is there, or a new one, for which the workers have to be free to clear its pages. */
+/* One that is there, of this or another device, or a new one, for which the workers have to be
+ * free to clear its pages. */
 static Ring *find_or_create_ring(Crew *crew, int device, cudaStream_t stream, int64_t limit)
 {
     bool grows;
     Ring *ring = ring_take(device, stream, limit, &grows);
-    if (!grows) return ring;
-    dismiss_workers(crew);
-    ring = ring_create();
+    if (grows) {
+        dismiss_workers(crew);
+        ring = ring_create(device);
+    } else if (ring != NULL && ring->device != device) {
+        ring = ring_move(ring, device);
+    } else {
+        return ring;
+    }
     if (ring == NULL) room_for_one_more();
     return ring;
 }
@@ -1132,12 +1221,6 @@ static Status box_transfer(const Box &box, int64_t begin, int64_t end, char *dev
     }
     free(staging);
     return status;
-}
-
-Status copy_to_device(void *device, const void *host, int64_t bytes, void *stream)
-{
-    const Box box = {static_cast<char *>(const_cast<void *>(host)), bytes, 0, {}, {}};
-    return box_transfer<true>(box, 0, 1, static_cast<char *>(device), stream);
 }
 
 Status copy_to_host(void *host, const void *device, int64_t bytes, void *stream)

@@ -28,7 +28,6 @@ void copy_items(char *target, int64_t target_stride, const char *source, int64_t
                 int64_t count, int64_t item_bytes);
 
 #ifdef __CUDACC__
-Status copy_to_device(void *device, const void *host, int64_t bytes, void *stream);
 Status copy_to_host(void *host, const void *device, int64_t bytes, void *stream);
 Status copy_within_device(void *target, const void *source, int64_t bytes, void *stream);
 Status copy_across_devices(void *target, int target_device, const void *source, int source_device,
@@ -37,6 +36,8 @@ Status copy_across_devices(void *target, int target_device, const void *source, 
 Status pinned_limit(int64_t *bytes);
 /* Whether copies of this memory may be on their way when the driver returns. */
 bool host_memory_is_pinned(const void *host);
+/* The same of those of a box: where it goes by stretches, others may have locked some of them. */
+bool box_is_pinned(const Box &box);
 Status clear_on_device(void *device, int byte, int64_t bytes, void *stream);
 
 /* The items begin..end of a box to packed device memory, and all items of one back. Like
@@ -54,8 +55,8 @@ Status made_upload(MakeBytes make, void *context, int64_t bytes, void *device, S
                    Watch *watch);
 
 /* Copies of one caller in both directions at once. What comes down is begun, which only queues it,
- * and goes on while the caller sends other things up, begins more, or waits for the end. Until all
- * is closed, the workers are kept from others. */
+ * and goes on while the caller sends other things up, begins more, or waits for the end. As long as
+ * there is something to copy, the workers are kept from others. */
 struct Traffic;
 Status traffic_open(Traffic **traffic);
 /* Where all that comes down goes: fresh memory is made ready ahead of it. */

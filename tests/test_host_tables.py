@@ -381,17 +381,17 @@ def test_a_range_of_many_rows_into_memory_of_the_device(fake):
 BUFFERS = 2
 
 
-def windows_of(fake, places, room):
+def windows_of(gpu, places, room):
     """A table of so many rows of 16 bytes, taken as often, where there is so much memory beside
     the result and the indices; and how many rows make a window."""
     x = table_of(16, nbytes=16 * places)
     indices = np.random.default_rng(1).permutation(places).astype(np.int32)
     indices[::3] -= places
-    there = fake.gpuops.to_device(indices)
-    out = fake.gpuops.empty(x.shape, "u1")
-    fake.gpuops.synchronize()
-    fake.gpuops.empty_cache()
-    fake.gpuops.memory_limit(fake.gpuops.memory_info().used + room)
+    there = gpu.gpuops.to_device(indices)
+    out = gpu.gpuops.empty(x.shape, "u1")
+    gpu.gpuops.synchronize()
+    gpu.gpuops.empty_cache()
+    gpu.gpuops.memory_limit(gpu.gpuops.memory_info().used + room)
     step = (room - room // 10) // BUFFERS // 512 * 512 // 16
     return x, indices, there, out, step
 
@@ -419,32 +419,32 @@ def test_windows(fake, unlimited, in_any_order, count, more):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_windows_in_every_mode(fake, unlimited, mode):
-    x, indices, _, out, _ = windows_of(fake, TABLE_BYTES // 16, MEBI)
+def test_windows_in_every_mode(gpu, limited, mode):
+    x, indices, _, out, _ = windows_of(gpu, TABLE_BYTES // 16, MEBI)
     if mode != "raise":
         indices[5::7] += np.int32(3 * len(x))
-    there = fake.gpuops.gather(fake.gpuops.to_device(indices[:1]), [0])  # as the indices would
-    fake.gpuops.memory_limit(fake.gpuops.memory_info().used + MEBI + indices.nbytes)
-    fake.gpuops.gather(x, indices, mode=mode, out=out)
+    there = gpu.gpuops.gather(gpu.gpuops.to_device(indices[:1]), [0])  # as the indices would
+    gpu.gpuops.memory_limit(gpu.gpuops.memory_info().used + MEBI + indices.nbytes)
+    gpu.gpuops.gather(x, indices, mode=mode, out=out)
     same(out.to_host(), reference.gather(x, indices, mode=mode))
     assert there.size == 1
 
 
-def test_windows_along_another_axis(fake, unlimited):
+def test_windows_along_another_axis(gpu, limited):
     x = table_of(64, nbytes=2 * MEBI).view("u4").reshape(4, -1, 16)
     indices = np.random.default_rng(1).permutation(x.shape[1])
     for axis, taken in ((1, indices), (2, np.arange(40) % 16), (0, np.arange(5) % 4)):
         expected = np.take(x, taken, axis)
-        there, out = fake.gpuops.to_device(taken), fake.gpuops.empty(expected.shape, "u4")
-        fake.gpuops.memory_limit(fake.gpuops.memory_info().used + MEBI)
-        fake.gpuops.gather(x, there, axis=axis, out=out)
-        fake.gpuops.memory_limit(None)
+        there, out = gpu.gpuops.to_device(taken), gpu.gpuops.empty(expected.shape, "u4")
+        gpu.gpuops.memory_limit(gpu.gpuops.memory_info().used + MEBI)
+        gpu.gpuops.gather(x, there, axis=axis, out=out)
+        gpu.gpuops.memory_limit(None)
         same(out.to_host(), expected)
     flat = x.transpose(1, 0, 2)[::-1]
     taken = positions(flat.size // 3, flat.size)
-    there, out = fake.gpuops.to_device(taken), fake.gpuops.empty(len(taken), "u4")
-    fake.gpuops.memory_limit(fake.gpuops.memory_info().used + MEBI)
-    fake.gpuops.take(flat, there, out=out)
+    there, out = gpu.gpuops.to_device(taken), gpu.gpuops.empty(len(taken), "u4")
+    gpu.gpuops.memory_limit(gpu.gpuops.memory_info().used + MEBI)
+    gpu.gpuops.take(flat, there, out=out)
     same(out.to_host(), flat.take(taken))
 
 
@@ -470,13 +470,13 @@ def test_windows_of_a_page_locked_table(fake, unlimited, in_any_order):
         same(out.to_host(), expected)
 
 
-def test_a_table_larger_than_the_memory_between_arrays_on_the_host(fake, unlimited):
-    x, indices, there, out, _ = windows_of(fake, TABLE_BYTES // 16, MEBI)
+def test_a_table_larger_than_the_memory_between_arrays_on_the_host(gpu, limited):
+    x, indices, there, out, _ = windows_of(gpu, TABLE_BYTES // 16, MEBI)
     del there, out
-    result = fake.gpuops.gather(x, indices, device="cuda")
+    result = gpu.gpuops.gather(x, indices, device="cuda")
     same(result, x[indices])
-    with fake.gpuops.pin(x):
-        same(fake.gpuops.gather(x, indices[:50], device="cuda"), x[indices[:50]])
+    with gpu.gpuops.pin(x):
+        same(gpu.gpuops.gather(x, indices[:50], device="cuda"), x[indices[:50]])
 
 
 def test_less_memory_than_there_seemed_to_be(fake):
@@ -683,13 +683,13 @@ def test_a_bad_index_into_memory_of_the_device(gpuops, pinned, dtype, row_bytes)
             same(found[::2], x[[3, 5, 7]])
 
 
-def test_a_bad_index_in_windows(fake, unlimited):
-    x, indices, _, out, _ = windows_of(fake, TABLE_BYTES // 16, MEBI)
-    fake.gpuops.memory_limit(None)
+def test_a_bad_index_in_windows(gpu, limited):
+    x, indices, _, out, _ = windows_of(gpu, TABLE_BYTES // 16, MEBI)
+    gpu.gpuops.memory_limit(None)
     indices[[10, 5000]] = len(x) + 1, len(x)
-    there = fake.gpuops.to_device(indices)
-    fake.gpuops.memory_limit(fake.gpuops.memory_info().used + MEBI)
-    fake.gpuops.gather(x, there, out=out)
+    there = gpu.gpuops.to_device(indices)
+    gpu.gpuops.memory_limit(gpu.gpuops.memory_info().used + MEBI)
+    gpu.gpuops.gather(x, there, out=out)
     with pytest.raises(IndexError, match=f"index {len(x) + 1} is out of bounds"):
         out.to_host()
     good = (indices >= -len(x)) & (indices < len(x))

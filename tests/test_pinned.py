@@ -132,9 +132,13 @@ def test_no_such_array(gpuops, arguments, options, error, text):
         gpuops.pinned_empty(*arguments, **options)
 
 
-def test_more_than_there_is(gpuops):
+@pytest.mark.parametrize("size", [1 << 60, 2**63 - 1])
+def test_more_than_there_is(gpuops, size):
+    gpuops.pinned_empty(3)  # whose memory the pool keeps
     with pytest.raises(MemoryError, match=r"^pinned_empty: .*bytes"):
-        gpuops.pinned_empty(1 << 60, "u1")
+        gpuops.pinned_empty(size, "u1")
+    with gpuops.pinned_memory(), pytest.raises(MemoryError):
+        np.zeros(size, "u1")
     assert gpuops.pinned_empty(3).shape == (3,)
 
 

@@ -1228,7 +1228,10 @@ keys.add(key())
 info = calibration._core._device_info
 calibration._core._device_info = lambda ordinal: ("another", *info(ordinal)[1:])
 keys.add(key())
-assert len(keys) == 24, len(keys)
+calibration._core._device_info = lambda ordinal: (*info(ordinal)[:-1], b"another of its kind")
+keys.add(key())
+assert info(0)[-1] != info(1)[-1]
+assert len(keys) == 25, len(keys)
 """)
 
 

@@ -234,7 +234,8 @@ def test_keyboard_interrupt_behind_a_long_kernel(fake, name):
     assert run_child(fake.gpuops, source, GPUOPS_DEVICE="cuda:0") == "done\n"
 
 
-# The signals come at any moment of copies through rings, which end before the exception is raised.
+# The signals come at any moment of copies through rings, most of which end before the exception is
+# raised.
 RINGS = """
 from pathlib import Path
 from faults.fake import Fake
@@ -276,6 +277,40 @@ assert (gpuops.to_device(large).to_host() == large).all()
 all_is_well()
 print("done")
 """
+
+
+# A long copy does not have to come to its end.
+LONG_COPY = """
+from pathlib import Path
+from faults.fake import Fake
+fake = Fake(Path(gpuops.__path__[0]).parent / "cudart")
+fake.set_memory_limit(1 << 30)
+size, seconds = 1 << 25, 0
+while seconds < 0.4:
+    large = np.zeros(2 * size, np.uint8)[::2]
+    chunks, begin = fake.calls("cudaMemcpyAsync"), time.monotonic()
+    gpuops.to_device(large)
+    chunks, seconds = fake.calls("cudaMemcpyAsync") - chunks, time.monotonic() - begin
+    size *= 2
+sent_before = fake.calls("cudaMemcpyAsync")
+interrupt_after(0.02)
+try:
+    gpuops.to_device(large)
+except KeyboardInterrupt:
+    assert 0 < fake.calls("cudaMemcpyAsync") - sent_before < chunks
+else:
+    raise AssertionError("no KeyboardInterrupt")
+gpuops.synchronize()
+assert gpuops.memory_info().used == 0 and fake.take_misuse() == ""
+assert (gpuops.to_device(large).to_host() == large).all()
+all_is_well()
+print("done")
+"""
+
+
+def test_keyboard_interrupt_of_a_long_copy(fake):
+    environment = {"GPUOPS_DEVICE": "cuda:0", "GPUOPS_NUM_THREADS": "1"}
+    assert run_child(fake.gpuops, BEGIN + LONG_COPY, **environment) == "done\n"
 
 
 # The default stream is at work, and the call is not to begin.

@@ -31,6 +31,7 @@ SLICE_BYTES = constant("transfer.cu", "SLICE_BYTES")
 PIECE_BYTES = constant("transfer.cu", "PIECE_BYTES")
 LEAST_RING_BYTES = constant("transfer.cu", "LEAST_RING_BYTES")
 LEAST_CHUNKS = constant("transfer.cu", "LEAST_CHUNKS")
+DIRECT_BYTES = constant("transfer.cu", "DIRECT_BYTES")
 RING_BYTES = RING_BUFFERS * BUFFER_BYTES
 
 # Where one more byte makes one more piece, or slice, or chunk, or round through the ring.
@@ -372,6 +373,21 @@ def test_memory_that_somebody_else_has_locked_in_part(gpu, gpuops, locked, size)
         assert all("is registered in part or in pieces" in line for line in lines)
 
 
+def test_rows_of_which_somebody_else_has_locked_some(gpu, gpuops):
+    """The driver goes on to read these when it has taken a copy of the others."""
+    rows = numbers(8 * (DIRECT_BYTES + 4096)).reshape(8, -1)
+    x, indices = rows[:, :DIRECT_BYTES], [6, 4, 7, 5]
+    expected, taken = x.copy(), gpuops.empty((4, DIRECT_BYTES), "u1")
+    with locked_by_somebody_else(gpu, rows[4:]):
+        if gpu.fake is not None:
+            gpu.fake.set_scheduler("lazy")
+        d = gpuops.to_device(x)
+        gpuops.gather(x, indices, out=taken)
+        x[...] = 0
+        same(d.to_host(), expected)
+        same(taken.to_host(), expected[indices])
+
+
 def rings(fake, before):
     bytes_now = fake.fake.live().registered_bytes
     assert (bytes_now - before) % RING_BYTES == 0
@@ -469,10 +485,11 @@ def test_children_have_no_rings(fake, no_rings):
 
 
 def test_the_system_gets_the_memory_of_rings_back(fake, no_rings):
-    before = bytes_of_mappings("LazyFree")  # what another build keeps for its results
-    round_trip(fake.gpuops, numbers(ABOVE))
+    x = numbers(ABOVE)
+    round_trip(fake.gpuops, x)
+    with_ring = bytes_of_mappings("Rss")
     fake.gpuops.empty_cache(0)
-    assert bytes_of_mappings("LazyFree") < before + RING_BYTES
+    assert bytes_of_mappings("Rss") < with_ring - RING_BYTES // 2
 
 
 def test_no_memory_for_a_ring_is_no_error_of_cuda(fake_device):
@@ -499,7 +516,24 @@ def test_memory_that_cannot_be_page_locked(fake, no_rings):
         round_trip(fake.gpuops, x)
         round_trip(fake.gpuops, x[::2].copy()[::2])
     assert fault.reached and rings(fake, no_rings) == 0
+    fake.gpuops.empty_cache(0)
     round_trip(fake.gpuops, x)
+    assert rings(fake, no_rings) == 1
+
+
+@pytest.mark.parametrize("call", ["cudaHostRegister", "cudaEventCreateWithFlags"])
+def test_a_refused_ring_is_not_asked_for_each_time(fake, no_rings, call):
+    """As that takes a while: for a second, or until there is said to be room."""
+    x = numbers(LEAST)
+    with fake.fake.fail(1, OUT_OF_MEMORY, "from then on", call):
+        fake.gpuops.to_device(x)
+        tried = fake.fake.calls("cudaHostRegister")
+        for _ in range(5):
+            round_trip(fake.gpuops, x)
+        assert fake.fake.calls("cudaHostRegister") == tried
+    give_up = time.monotonic() + 60
+    while rings(fake, no_rings) == 0 and time.monotonic() < give_up:
+        round_trip(fake.gpuops, x)
     assert rings(fake, no_rings) == 1
 
 
@@ -584,7 +618,7 @@ def test_a_wait_fails_with_every_code(small_rings):
 
 @pytest.mark.parametrize("scheduler", ["now", "lazy"])
 def test_work_that_nothing_marks_the_end_of(fake, no_rings, scheduler):
-    """A chunk is queued, and then neither its event nor its end can be had: the ring waits."""
+    """A chunk is queued, and neither its event nor its end can be had: nobody gets its ring."""
     gpuops, library = fake.gpuops, fake.fake
     x = numbers(ABOVE)
     gpuops.to_device(x).to_host()
@@ -596,10 +630,12 @@ def test_work_that_nothing_marks_the_end_of(fake, no_rings, scheduler):
     ):
         gpuops.to_device(x)
     assert rings(fake, no_rings) == 1
-    with library.fail(1, DEVICE_ERROR, "from then on", "cudaDeviceSynchronize") as fault:
-        d = gpuops.to_device(x)
-    assert fault.reached and rings(fake, no_rings) == 2
+    d = gpuops.to_device(x)
+    assert rings(fake, no_rings) == 2
     np.testing.assert_array_equal(d.to_host(), x)
+    with library.fail(2, DEVICE_ERROR, "from then on", "cudaDeviceSynchronize") as fault:
+        gpuops.empty_cache(0)  # which waits for the device before
+    assert fault.reached and rings(fake, no_rings) == 1
     gpuops.empty_cache(0)
     assert rings(fake, no_rings) == 0
 
@@ -771,6 +807,34 @@ assert all((d.to_host() == x).all() for d in arrays)
 """
     environment = {} if limit is None else {"GPUOPS_PINNED_LIMIT": str(limit)}
     assert float(in_child(fake_device, source, **environment)) == most
+
+
+def test_a_ring_goes_to_the_device_that_has_use_for_it(fake_device):
+    """Where the limit allows no more: but not as long as a copy is on its way through it."""
+    source = """
+x = numbers(LEAST_RING_BYTES)
+for device in (0, 1, 1, 0):
+    chunks, d = counted(fake, lambda: gpuops.to_device(x, device=device))
+    print(chunks > 1, rings(), (d.to_host() == x).all())
+fake.set_scheduler("lazy")
+late = gpuops.to_device(x, device=0)
+chunks, d = counted(fake, lambda: gpuops.to_device(x, device=1))
+print(chunks > 1, rings(), (d.to_host() == x).all(), (late.to_host() == x).all())
+fake.set_scheduler("now")
+with fake.fail(3, OUT_OF_MEMORY, "from then on", "cudaEventCreateWithFlags"):
+    chunks, d = counted(fake, lambda: gpuops.to_device(x, device=1))
+    print(chunks > 1, rings(), (d.to_host() == x).all())
+gpuops.empty_cache(1)
+gpuops.to_device(x, device=1)
+print(rings())
+gpuops.empty_cache(0)
+print(rings())
+gpuops.empty_cache(1)
+print(rings())
+"""
+    said = in_child(fake_device, source, GPUOPS_PINNED_LIMIT=str(RING_BYTES)).splitlines()
+    assert said[:4] == ["True 1.0 True"] * 4
+    assert said[4:] == ["False 1.0 True True", "False 0.0 True", "1.0", "1.0", "0.0"]
 
 
 @pytest.mark.parametrize("value", ["many", "-1", "64MiB", "1.5"])

@@ -488,6 +488,7 @@ cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *properties, int devic
     REQUIRE(device >= 0 && device < machine.devices, cudaErrorInvalidDevice);
     *properties = (struct cudaDeviceProp){
         .name = "Fake H200",
+        .uuid = {.bytes = {(char)(device + 1)}},
         .major = 9,
         .multiProcessorCount = machine.multiprocessors,
         .totalGlobalMem = machine.memory_bytes,
