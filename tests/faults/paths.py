@@ -378,10 +378,10 @@ def rows_gathered_on_the_host_by_indices_on_the_device(gpu):
 
 @path("gather", survives_fork=False)
 def rows_through_the_ring(gpu):
-    indices = np.arange(530) * 9
-    x = np.zeros((5000, 1000), "f4")
-    x[indices] = np.arange(530_000).reshape(530, 1000)  # no other row takes memory
-    out = gpu.gpuops.to_device(np.full((530, 1000), 77, "f4"))
+    gpu.fake.set_ring_divisor(16)
+    indices = np.arange(66) * 9
+    x = np.arange(600_000, dtype="f4").reshape(600, 1000)
+    out = gpu.gpuops.to_device(np.full((66, 1000), 77, "f4"))
     return Case(lambda: gpu.gpuops.gather(x, indices, out=out).to_host(), [x, indices, out], [out])
 
 
@@ -600,7 +600,6 @@ def arrays_whose_axes_are_turned(gpu):
 
 @path("add")
 def parts_whose_axes_are_turned(gpu):
-    with_small_sizes(gpu)
     gpu.fake.set_part_bytes(constant("transfer.cu", "LEAST_TURNED_BYTES"))
     x = np.arange(3 * 64 * 64).reshape(-1, 64) + 0j
     y, out = np.asfortranarray(x + 1j), np.full_like(x, 77 + 7j)
