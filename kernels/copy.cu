@@ -348,7 +348,7 @@ static Status upload(const View *target, const View *source, Stream *stream, Wat
      * the stream is still to write there. */
     const bool is_awaited = view_is_packed(source)
                                 ? watch != NULL && ends_behind_others(source, use)
-                                : pinned_is_held(&use) || box_is_pinned(box);
+                                : pinned_is_held(&use) || host_memory_is_pinned(source->data);
     if (is_awaited) {
         status = stream_await(stream, watch);
         if (runtime_is_forked()) return status;
@@ -363,7 +363,8 @@ static Status upload(const View *target, const View *source, Stream *stream, Wat
     if (runtime_is_forked()) return status;
     return even_so(status, [&] {
         Status last = STATUS_OK;
-        if (pinned_is_held(&use) || box_is_pinned(box)) last = stream_drain(stream->handle);
+        if (pinned_is_held(&use) || host_memory_is_pinned(source->data))
+            last = stream_drain(stream->handle);
         pinned_let_go(&use, stream->device, last == STATUS_OK);
         return last;
     });

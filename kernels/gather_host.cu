@@ -454,8 +454,8 @@ Status gather_host_table(Call *call, const Gather &gather, int64_t index_count)
     return even_so(status, [&] {
         Status last = STATUS_OK;
         /* Of a table that somebody else has locked in part, the range may be locked. */
-        if (is_begun &&
-            (table.is_locked || pinned_is_held(&use) || box_is_pinned(table_box(table.gather))))
+        if (is_begun && (table.is_locked || pinned_is_held(&use) ||
+                         host_memory_is_pinned(table_box(table.gather).base)))
             last = stream_drain(call->stream->handle);
         const bool is_waited_for =
             status == STATUS_OK || status == STATUS_MEMORY_ERROR || status == STATUS_INTERRUPTED;

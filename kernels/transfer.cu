@@ -190,24 +190,12 @@ Status copy_across_devices(void *target, int target_device, const void *source, 
     return STATUS_OK;
 }
 
-constexpr int64_t DIRECT_BYTES = 64 << 10; /* stretches that go to the driver without staging */
-
 bool host_memory_is_pinned(const void *host)
 {
     cudaPointerAttributes attributes;
     const cudaError_t code = cudaPointerGetAttributes(&attributes, host);
     cuda_ignore(code);
     return code != cudaSuccess || attributes.type != cudaMemoryTypeUnregistered;
-}
-
-bool box_is_pinned(const Box &box)
-{
-    const Box merged = box_merged(box);
-    const bool is_in_stretches = merged.ndim > 0 && merged.item_bytes >= DIRECT_BYTES;
-    const int64_t stretches = is_in_stretches ? box_items(merged) : 1;
-    int64_t i = 0;
-    while (i < stretches && !host_memory_is_pinned(box_place(merged, i))) i++;
-    return i < stretches;
 }
 
 Status clear_on_device(void *device, int byte, int64_t bytes, void *stream)
@@ -336,6 +324,7 @@ constexpr int64_t POPULATED_AHEAD_BYTES = 128 << 20; /* where there is nothing e
 constexpr int64_t LEAST_AHEAD_BYTES = 16 << 20;
 
 constexpr int64_t DEFAULT_PINNED_LIMIT = 256 << 20;
+constexpr int64_t DIRECT_BYTES = 64 << 10; /* stretches that go to the driver without staging */
 
 struct Ring {
     char *buffers;
@@ -527,15 +516,15 @@ static void room_for_one_more(void)
     pthread_mutex_unlock(&rings.lock);
 }
 
-/* One of the device's; or where the limit allows no more, one of another's; NULL where all are in
- * use, or *grows: one more is allowed, whose bytes have been counted. */
+/* One of the device's; or *grows: one more is allowed, whose bytes have been counted; or else one
+ * of another device's; NULL where all are in use. */
 static Ring *ring_take(int device, cudaStream_t stream, int64_t limit, bool *grows)
 {
     pthread_mutex_lock(&rings.lock);
     Ring **link = find_ring(device, stream);
     const bool is_allowed = rings.bytes + ring_bytes() <= limit;
-    *grows = *link == NULL && is_allowed && microseconds() >= rings.again_at;
-    if (*link == NULL && !is_allowed) link = find_ring_elsewhere(device);
+    *grows = is_allowed && *link == NULL && microseconds() >= rings.again_at;
+    if (*link == NULL && !*grows) link = find_ring_elsewhere(device);
     Ring *ring = *link;
     if (ring != NULL) *link = ring->next;
     if (*grows) rings.bytes += ring_bytes();
@@ -551,30 +540,51 @@ static void ring_give(Ring *ring)
     pthread_mutex_unlock(&rings.lock);
 }
 
-/* On the device that is current, without the lock, since it may wait for the GPU. */
-static void settle(Ring *ring)
+/* Waits for the device that is current, where nobody knows the end of what goes through rings of
+ * its; false: there are none such, or none that are over now. */
+static bool settle_rings(int device)
 {
-    if (ring->unmarked) ring->unmarked = !device_await(ring->device);
+    Ring *unmarked = NULL;
+    pthread_mutex_lock(&rings.lock);
+    for (Ring **link = &rings.idle[device]; *link != NULL;) {
+        Ring *ring = *link;
+        if (ring->unmarked) {
+            *link = ring->next;
+            ring->next = unmarked;
+            unmarked = ring;
+        } else {
+            link = &ring->next;
+        }
+    }
+    pthread_mutex_unlock(&rings.lock);
+    const bool is_over = unmarked != NULL && device_await(device);
+    while (unmarked != NULL) {
+        Ring *ring = unmarked;
+        unmarked = ring->next;
+        ring->unmarked = !is_over;
+        ring_give(ring);
+    }
+    return is_over;
+}
+
+static Ring *take_one_that_is_over(int device)
+{
+    pthread_mutex_lock(&rings.lock);
+    Ring **link = find_ring_that_is_over(device);
+    Ring *ring = *link;
+    if (ring != NULL) *link = ring->next;
+    rings.again_at = 0;
+    pthread_mutex_unlock(&rings.lock);
+    return ring;
 }
 
 void transfer_flush(int device)
 {
     in_spite_of_captures([&] {
-        pthread_mutex_lock(&rings.lock);
-        Ring *idle = rings.idle[device];
-        rings.idle[device] = NULL;
-        rings.again_at = 0;
-        pthread_mutex_unlock(&rings.lock);
-        while (idle != NULL) {
-            Ring *ring = idle;
-            idle = ring->next;
-            settle(ring);
-            if (ring_is_over(ring)) {
-                ring_destroy(ring);
-                room_for_one_more();
-            } else {
-                ring_give(ring);
-            }
+        (void)settle_rings(device);
+        while (Ring *ring = take_one_that_is_over(device)) {
+            ring_destroy(ring);
+            room_for_one_more();
         }
     });
 }
@@ -991,6 +1001,7 @@ static Status run_until(bool (*has_come)(const Transfer &), Transfer *transfer)
             status = look_for_signals(crew, transfer->ordinal);
             if (status != STATUS_OK) return status;
             looked = microseconds();
+            continue; /* with what workers have copied until they were dismissed */
         }
         if (!moved && !work_on_slices(crew)) {
             if (microseconds() - begin < PATIENCE_MICROSECONDS) continue;
@@ -1071,6 +1082,8 @@ static Ring *find_or_create_ring(Crew *crew, int device, cudaStream_t stream, in
 {
     bool grows;
     Ring *ring = ring_take(device, stream, limit, &grows);
+    if (ring == NULL && !grows && settle_rings(device))
+        ring = ring_take(device, stream, limit, &grows);
     if (grows) {
         dismiss_workers(crew);
         ring = ring_create(device);
@@ -1172,6 +1185,23 @@ static Status await_before_driver(int64_t bytes, bool in_pieces, Stream *stream,
     return is_awaited ? stream_await(stream, watch) : STATUS_OK;
 }
 
+/* Items that go one by one. Callers look whether the first of what goes up is page-locked, and wait
+ * then; where it is not, but others have locked some that follow, this has to. */
+template <bool UP>
+static Status copy_stretches(const Box &box, int64_t begin, int64_t end, char *device, void *stream)
+{
+    const bool is_known = !UP || host_memory_is_pinned(box_place(box, begin));
+    bool goes_on = false;
+    Status status = STATUS_OK;
+    for (int64_t item = begin; item < end && status == STATUS_OK; item++) {
+        char *place = box_place(box, item);
+        goes_on = goes_on || (!is_known && host_memory_is_pinned(place));
+        status = copy_stretch<UP>(place, device, box.item_bytes, stream);
+        device += box.item_bytes;
+    }
+    return goes_on ? even_so(status, [&] { return stream_drain(stream); }) : status;
+}
+
 /* The watch, if there is one, is asked on behalf of who waits for the stream that is awaited. */
 template <bool UP>
 static Status box_transfer(const Box &box, int64_t begin, int64_t end, char *device, void *stream,
@@ -1203,13 +1233,9 @@ static Status box_transfer(const Box &box, int64_t begin, int64_t end, char *dev
     char *staging =
         bytes < DIRECT_BYTES ? static_cast<char *>(malloc((size_t)(piece * bytes))) : NULL;
 
-    if (staging == NULL) {
-        /* Long stretches need no staging; short ones do without it where there is no memory left,
-         * for by now the caller's output may have been written to. */
-        for (int64_t item = begin; item < end && status == STATUS_OK; item++, device += bytes)
-            status = copy_stretch<UP>(box_place(merged, item), device, bytes, stream);
-        return status;
-    }
+    /* Long stretches need no staging; short ones do without it where there is no memory left, for
+     * by now the caller's output may have been written to. */
+    if (staging == NULL) return copy_stretches<UP>(merged, begin, end, device, stream);
     for (int64_t item = begin; item < end && status == STATUS_OK; item += piece) {
         if (piece > end - item) piece = end - item;
         if (UP) box_copy_parallel<true>(merged, item, item + piece, staging);

@@ -36,8 +36,6 @@ Status copy_across_devices(void *target, int target_device, const void *source, 
 Status pinned_limit(int64_t *bytes);
 /* Whether copies of this memory may be on their way when the driver returns. */
 bool host_memory_is_pinned(const void *host);
-/* The same of those of a box: where it goes by stretches, others may have locked some of them. */
-bool box_is_pinned(const Box &box);
 Status clear_on_device(void *device, int byte, int64_t bytes, void *stream);
 
 /* The items begin..end of a box to packed device memory, and all items of one back. Like

@@ -525,26 +525,31 @@ def test_memory_that_cannot_be_page_locked(fake, no_rings):
 def test_a_refused_ring_is_not_asked_for_each_time(fake, no_rings, call):
     """As that takes a while: for a second, or until there is said to be room."""
     x = numbers(LEAST)
-    with fake.fake.fail(1, OUT_OF_MEMORY, "from then on", call):
-        fake.gpuops.to_device(x)
-        tried = fake.fake.calls("cudaHostRegister")
-        for _ in range(5):
-            round_trip(fake.gpuops, x)
-        assert fake.fake.calls("cudaHostRegister") == tried
     give_up = time.monotonic() + 60
+    begin = 0
+    while begin + 1 < time.monotonic() < give_up:  # on a busy machine it may take so long
+        fake.gpuops.empty_cache(0)
+        begin = time.monotonic()
+        with fake.fake.fail(1, OUT_OF_MEMORY, "from then on", call):
+            fake.gpuops.to_device(x)
+            tried = fake.fake.calls("cudaHostRegister")
+            for _ in range(5):
+                fake.gpuops.to_device(x)
+            again = fake.fake.calls("cudaHostRegister") - tried
+    assert again == 0
     while rings(fake, no_rings) == 0 and time.monotonic() < give_up:
         round_trip(fake.gpuops, x)
     assert rings(fake, no_rings) == 1
 
 
-def test_a_ring_without_its_events(fake, no_rings):
-    """Other events of the store are in use by then."""
-    x = numbers(ABOVE)
-    events = [fake.gpuops.Event() for _ in range(3)]
-    with fake.fake.fail(1, OUT_OF_MEMORY, "from then on", "cudaEventCreateWithFlags"):
-        fake.gpuops.to_device(x).to_host()
-    round_trip(fake.gpuops, x)
-    del events
+def test_a_ring_goes_where_no_more_memory_is_locked(fake, no_rings):
+    x = numbers(LEAST_RING_BYTES)
+    fake.gpuops.to_device(x, device=0)
+    with fake.fake.fail(1, OUT_OF_MEMORY, "from then on", "cudaHostRegister"):
+        fake.gpuops.to_device(x, device=1)
+        chunks, d = counted(fake.fake, lambda: fake.gpuops.to_device(x, device=1))
+    assert chunks > 1 and rings(fake, no_rings) == 1
+    np.testing.assert_array_equal(d.to_host(), x)
 
 
 @pytest.mark.parametrize("mode", ["once", "from then on"])
@@ -638,6 +643,24 @@ def test_work_that_nothing_marks_the_end_of(fake, no_rings, scheduler):
     assert fault.reached and rings(fake, no_rings) == 1
     gpuops.empty_cache(0)
     assert rings(fake, no_rings) == 0
+
+
+def test_a_ring_that_nothing_marks_the_end_of_is_used_again(fake_device):
+    """Once the device has been waited for, where there is no other."""
+    source = """
+x = numbers(LEAST_RING_BYTES)
+with (
+    fake.fail(1, DEVICE_ERROR, "from then on", "cudaEventRecord"),
+    fake.fail(1, DEVICE_ERROR, "from then on", "cudaStreamSynchronize"),
+    pytest.raises(gpuops.DeviceError, match="cudaEventRecord"),
+):
+    gpuops.to_device(x)
+with fake.fail(1, DEVICE_ERROR, "from then on", "cudaDeviceSynchronize"):
+    print(counted(fake, lambda: gpuops.to_device(x))[0], rings())
+print(counted(fake, lambda: gpuops.to_device(x))[0] > 1, rings())
+"""
+    said = in_child(fake_device, source, GPUOPS_PINNED_LIMIT=str(RING_BYTES)).splitlines()
+    assert said == ["1 1.0", "True 1.0"]
 
 
 def test_while_another_stream_is_captured(small_rings):
