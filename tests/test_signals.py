@@ -291,9 +291,9 @@ def copy():
     gpuops.to_device(large)
     return time.monotonic() - begin, fake.calls("cudaMemcpyAsync") - calls
 
-size = 1 << 25
+size = 1 << 26
 large = np.zeros(2 * size, np.uint8)[::2]
-while min(copy(), copy())[0] < 0.4 and size < 1 << 29:
+while min(copy(), copy())[0] < 0.25 and size < 1 << 29:
     size *= 2
     large = np.zeros(2 * size, np.uint8)[::2]
 whole = copy()[1]
@@ -307,6 +307,27 @@ while not 0 < sent < whole and time.monotonic() < deadline:  # on a busy machine
     except KeyboardInterrupt:
         sent = fake.calls("cudaMemcpyAsync") - calls
 assert 0 < sent < whole, (sent, whole)
+
+def fork(*_):
+    global child
+    child = os.fork()
+    signal.alarm(20 if child == 0 else 0)  # as it must not wait for threads that it does not have
+
+signal.signal(signal.SIGUSR1, fork)
+status = LATE = 1
+while status == LATE and time.monotonic() < deadline:
+    child = None
+    interrupt_after(0.02, signal.SIGUSR1)
+    try:
+        gpuops.to_device(large)
+        while child is None:
+            time.sleep(0.01)
+    except gpuops.ForkedProcessError:
+        os._exit(0)
+    if child == 0:
+        os._exit(LATE)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+assert status == 0, status
 gpuops.synchronize()
 assert gpuops.memory_info().used == 0 and fake.take_misuse() == ""
 assert (gpuops.to_device(large).to_host() == large).all()
