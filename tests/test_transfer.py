@@ -521,6 +521,18 @@ def test_memory_that_cannot_be_page_locked(fake, no_rings):
     assert rings(fake, no_rings) == 1
 
 
+def test_a_ring_without_its_events(fake, no_rings):
+    """Other events of the store are in use by then."""
+    x = numbers(ABOVE)
+    events = [fake.gpuops.Event() for _ in range(3)]
+    with fake.fake.fail(1, OUT_OF_MEMORY, "from then on", "cudaEventCreateWithFlags"):
+        fake.gpuops.to_device(x).to_host()
+    fake.gpuops.empty_cache(0)  # so that a ring is made at once
+    round_trip(fake.gpuops, x)
+    assert rings(fake, no_rings) == 1
+    del events
+
+
 @pytest.mark.parametrize("call", ["cudaHostRegister", "cudaEventCreateWithFlags"])
 def test_a_refused_ring_is_not_asked_for_each_time(fake, no_rings, call):
     """As that takes a while: for a second, or until there is said to be room."""
