@@ -434,11 +434,10 @@ static cudaError_t lock_buffers(Ring *ring)
 }
 
 /* To lock buffers in vain takes as long as to lock them. */
-static void put_off_rings(void)
+static void put_off_rings(int64_t pause)
 {
-    constexpr int64_t PAUSE_MICROSECONDS = 1000000;
     pthread_mutex_lock(&rings.lock);
-    rings.again_at = microseconds() + PAUSE_MICROSECONDS;
+    rings.again_at = microseconds() + pause;
     pthread_mutex_unlock(&rings.lock);
 }
 
@@ -446,6 +445,7 @@ static void put_off_rings(void)
  * own: those of the store may still stand for the work of others. */
 static Ring *ring_create(int device)
 {
+    constexpr int64_t PAUSE_MICROSECONDS = 1000000;
     Ring *ring = static_cast<Ring *>(calloc(1, sizeof *ring));
     if (ring == NULL) return NULL;
     ring->home = ring->device = device;
@@ -456,7 +456,7 @@ static Ring *ring_create(int device)
     }
     if (lock_buffers(ring) == cudaSuccess && create_events(ring) == cudaSuccess) return ring;
     ring_destroy(ring);
-    put_off_rings();
+    put_off_rings(PAUSE_MICROSECONDS);
     return NULL;
 }
 
@@ -479,7 +479,14 @@ static bool ring_is_over(const Ring *ring)
            event_is_over(ring->events[(ring->chunks + RING_BUFFERS - 1) % RING_BUFFERS]);
 }
 
-/* With the lock. */
+/* With the lock, as all that follow: of a list, the ring that *link stands for; NULL at its end. */
+static Ring *take_out(Ring **link)
+{
+    Ring *ring = *link;
+    if (ring != NULL) *link = ring->next;
+    return ring;
+}
+
 static Ring **find_ring_that_is_over(int device)
 {
     Ring **link = &rings.idle[device];
@@ -487,9 +494,9 @@ static Ring **find_ring_that_is_over(int device)
     return link;
 }
 
-/* Who takes a ring waits for nothing but the work of the own stream, and so no stream that is held
- * up can hold up others. One that this stream has used is taken first, so that streams that take
- * turns do not end up with more rings than they use at once. */
+/* Who takes one of these waits for nothing but the work of the own stream, and so no stream that is
+ * held up can hold up others. One that this stream has used is taken first, so that streams that
+ * take turns do not end up with more rings than they use at once. */
 static Ring **find_ring(int device, cudaStream_t stream)
 {
     Ring **link = &rings.idle[device];
@@ -525,8 +532,7 @@ static Ring *ring_take(int device, cudaStream_t stream, int64_t limit, bool *gro
     const bool is_allowed = rings.bytes + ring_bytes() <= limit;
     *grows = is_allowed && *link == NULL && microseconds() >= rings.again_at;
     if (*link == NULL && !*grows) link = find_ring_elsewhere(device);
-    Ring *ring = *link;
-    if (ring != NULL) *link = ring->next;
+    Ring *ring = take_out(link);
     if (*grows) rings.bytes += ring_bytes();
     pthread_mutex_unlock(&rings.lock);
     return ring;
@@ -540,20 +546,20 @@ static void ring_give(Ring *ring)
     pthread_mutex_unlock(&rings.lock);
 }
 
-/* Waits for the device that is current, where nobody knows the end of what goes through rings of
- * its; false: there are none such, or none that are over now. */
+/* For who finds no ring: waits for all that is at work on the device, which is current, if nobody
+ * knows the end of what goes through rings of its; false: there are none such, or none that are
+ * over now. */
 static bool settle_rings(int device)
 {
     Ring *unmarked = NULL;
     pthread_mutex_lock(&rings.lock);
     for (Ring **link = &rings.idle[device]; *link != NULL;) {
-        Ring *ring = *link;
-        if (ring->unmarked) {
-            *link = ring->next;
+        if ((*link)->unmarked) {
+            Ring *ring = take_out(link);
             ring->next = unmarked;
             unmarked = ring;
         } else {
-            link = &ring->next;
+            link = &(*link)->next;
         }
     }
     pthread_mutex_unlock(&rings.lock);
@@ -570,10 +576,7 @@ static bool settle_rings(int device)
 static Ring *take_one_that_is_over(int device)
 {
     pthread_mutex_lock(&rings.lock);
-    Ring **link = find_ring_that_is_over(device);
-    Ring *ring = *link;
-    if (ring != NULL) *link = ring->next;
-    rings.again_at = 0;
+    Ring *ring = take_out(find_ring_that_is_over(device));
     pthread_mutex_unlock(&rings.lock);
     return ring;
 }
@@ -586,6 +589,7 @@ void transfer_flush(int device)
             ring_destroy(ring);
             room_for_one_more();
         }
+        put_off_rings(0);
     });
 }
 

@@ -404,6 +404,9 @@ cudaError_t cudaHostUnregister(void *memory)
     while (block && block->data != memory) block = block->next;
     if (!block) misuse("%s: no registered memory begins at %p", __func__, memory);
     REQUIRE(block, cudaErrorHostMemoryNotRegistered);
+    if (block->device != current_device)
+        misuse("%s: device %d unlocks what device %d has locked", __func__, current_device,
+               block->device);
     take_out(&registered, block);
     free(block);
     return done(fault);
