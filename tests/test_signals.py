@@ -284,19 +284,11 @@ LONG_COPY = """
 from pathlib import Path
 from faults.fake import Fake
 fake = Fake(Path(gpuops.__path__[0]).parent / "cudart")
-fake.set_memory_limit(1 << 30)
-
-def copy():
-    begin, calls = time.monotonic(), fake.calls("cudaMemcpyAsync")
-    gpuops.to_device(large)
-    return time.monotonic() - begin, fake.calls("cudaMemcpyAsync") - calls
-
-size = 1 << 26
-large = np.zeros(2 * size, np.uint8)[::2]
-while min(copy(), copy())[0] < 0.25 and size < 1 << 29:
-    size *= 2
-    large = np.zeros(2 * size, np.uint8)[::2]
-whole = copy()[1]
+large = np.zeros(1 << 26, np.uint8)[::2]
+calls = fake.calls("cudaMemcpyAsync")
+gpuops.to_device(large)
+whole = fake.calls("cudaMemcpyAsync") - calls
+fake.slow_copies(0.4 / whole)
 deadline, sent = time.monotonic() + 40, 0
 while not 0 < sent < whole and time.monotonic() < deadline:  # on a busy machine it may come late
     calls = fake.calls("cudaMemcpyAsync")
@@ -328,6 +320,7 @@ while status == LATE and time.monotonic() < deadline:
         os._exit(LATE)
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 assert status == 0, status
+fake.slow_copies(0)
 gpuops.synchronize()
 assert gpuops.memory_info().used == 0 and fake.take_misuse() == ""
 assert (gpuops.to_device(large).to_host() == large).all()

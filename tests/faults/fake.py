@@ -152,6 +152,10 @@ class Fake:
         """
         self.library.fake_set_ring_divisor(divisor)
 
+    def slow_copies(self, seconds):
+        """Makes each call of cudaMemcpyAsync take so much longer."""
+        self.library.fake_slow_copies(ctypes.c_uint(round(1e6 * seconds)))
+
     def leave_free(self, free_bytes):
         """Leaves device 0 so many bytes beyond those that are in use now."""
         available, total = ctypes.c_size_t(), ctypes.c_size_t()
@@ -159,7 +163,7 @@ class Fake:
         self.set_memory_limit(total.value - available.value + free_bytes)
 
     def reset(self):
-        """Undoes the seven above, with all work done, and sets the counts of calls to zero.
+        """Undoes the eight above, with all work done, and sets the counts of calls to zero.
 
         Faults are disarmed, and a lost context is there again.
 

@@ -250,6 +250,7 @@ cudaError_t cudaMemcpyAsync(void *target, const void *source, size_t bytes,
                  (from_device ? is_device_range(__func__, "source", device, source, bytes, &from)
                               : is_host_range(__func__, "source", source, bytes, &from));
     REQUIRE(valid, cudaErrorInvalidValue);
+    if (machine.copy_microseconds > 0) usleep(machine.copy_microseconds);
     return done(enqueue_copy(__func__, stream, to, device, from, device, bytes));
 }
 
@@ -727,6 +728,12 @@ int64_t fake_cuda_slab_bytes(int64_t bytes)
     return machine.slab_bytes >= 0 ? machine.slab_bytes : bytes;
 }
 
+void fake_slow_copies(unsigned microseconds)
+{
+    LOCKED();
+    machine.copy_microseconds = microseconds;
+}
+
 /* How often somebody has taken this error out of the slot for the last one. */
 long fake_taken(int code)
 {
@@ -836,6 +843,7 @@ void fake_reset(void)
     machine.locks_read_only = number("GPUOPS_FAKE_LOCKS_READ_ONLY", 1);
     machine.part_bytes = (int64_t)number("GPUOPS_FAKE_PART_BYTES", 0);
     machine.slab_bytes = (int64_t)number("GPUOPS_FAKE_SLAB_BYTES", -1);
+    machine.copy_microseconds = 0;
     trim_pools(-1, true);
     memset(counters, 0, sizeof counters);
     end_faults();

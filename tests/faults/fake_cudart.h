@@ -17,10 +17,11 @@ extern struct Machine {
     int devices;
     int multiprocessors; /* of each device */
     bool locks_read_only;
-    int64_t part_bytes; /* 0: what the package says */
-    int64_t slab_bytes; /* -1: what the package says */
-    bool used;          /* the driver has been needed and found */
-    bool forked;        /* and the process has forked since: CUDA does not survive that */
+    int64_t part_bytes;         /* 0: what the package says */
+    int64_t slab_bytes;         /* -1: what the package says */
+    unsigned copy_microseconds; /* that each call of cudaMemcpyAsync takes */
+    bool used;                  /* the driver has been needed and found */
+    bool forked;                /* and the process has forked since: CUDA does not survive that */
 } machine;
 
 extern _Thread_local int current_device;
