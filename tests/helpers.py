@@ -170,9 +170,10 @@ def run_child(gpuops, source, *, timeout=60, **environment):
     child_environment.update(environment)
     path = [package_parent(gpuops), str(Path(__file__).parent)]
     child_environment["PYTHONPATH"] = os.pathsep.join(path)
-    # -P: the folder that the tests were started in holds the sources, not the build.
+    # -P: the folder that the tests were started in holds the sources, not the build. From Python
+    # 3.12 on "This process (pid=...) is multi-threaded", where it forks.
     with subprocess.Popen(
-        [sys.executable, "-P", "-c", source],
+        [sys.executable, "-P", "-W", "ignore:This process:DeprecationWarning", "-c", source],
         env=child_environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

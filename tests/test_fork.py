@@ -8,11 +8,10 @@ import pytest
 from helpers import run_child
 
 CPU = """
-import os, signal, sys, warnings
+import os, signal, sys
 import numpy as np
 import gpuops
 
-warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of forks beside threads.
 x = np.arange(1 << 19, dtype=np.int64)
 indices = np.random.default_rng(0).integers(0, 1 << 19, size=1 << 20)
 expected = x[indices]

@@ -296,8 +296,7 @@ except MemoryError:
 def test_fork(device):
     """Parent and child each have their own copies of the arrays, and of what is kept."""
     source = """
-import signal, warnings
-warnings.simplefilter("ignore")
+import signal
 gpuops._core._exchange_device("cpu")
 used, kept = rows(gpuops, LEAST, 1), rows(gpuops, LEAST, 2)
 address = place(used)
@@ -326,8 +325,7 @@ print("done")
 def test_fork_while_others_use_the_pool(device):
     """NumPy's zeros are made without the GIL, so not here: ASan's heap cannot stand a fork then."""
     source = """
-import signal, threading, warnings
-warnings.simplefilter("ignore")
+import signal, threading
 table = np.array([[1] * 64, [2] * 64], np.uint8)
 indices = np.zeros(LEAST // 64, np.uint8), np.ones(LEAST // 64, np.uint8)
 stop = threading.Event()

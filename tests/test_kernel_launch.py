@@ -1137,8 +1137,6 @@ def test_a_module_after_a_fork(gpu):
     open_nvrtc(gpu.gpuops)
     script = f"""{LOADED}
 import os
-import warnings
-warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of forks beside threads.
 null = gpuops.Pointer(0)
 if os.fork() == 0:
     uses = [

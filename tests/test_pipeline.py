@@ -770,8 +770,7 @@ def test_fork_leaves_the_streams_behind(fake_device):
     source = (
         IN_CHILD
         + """
-import os, signal, warnings
-warnings.simplefilter("ignore", DeprecationWarning)
+import os, signal
 child = os.fork()
 if child == 0:
     signal.alarm(20)

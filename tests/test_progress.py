@@ -423,10 +423,9 @@ def test_what_an_interrupted_call_may_be_at_stays_page_locked(fake_device, tmp_p
 # Whoever is asked may fork, and go on in the child: the workers of the call are missing there, and
 # whoever had a lock, and the GPU.
 FORKED = """
-import sys, warnings
+import sys
 from test_progress import Ended
 
-warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of forks beside threads.
 fake.set_ring_divisor(64)
 fake.set_part_bytes(256 << 10)
 large, number, in_parent = np.ones(16 << 20, "f4"), np.arange(1 << 19), True

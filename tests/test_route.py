@@ -739,8 +739,6 @@ else:
 @pytest.mark.not_under_tsan("dies where a forked child starts threads")
 def test_a_forked_child_takes_the_cpu(child):
     child("""
-import warnings
-warnings.simplefilter("ignore", DeprecationWarning)
 keep()
 gpuops.add(x, x, device="auto")
 assert gpuops.last_route().way == "cuda"

@@ -590,7 +590,6 @@ def test_keyboard_interrupt_beside_a_failure(fake):
 
 # A handler forks: in the child, which has no CUDA, nothing is left to be done.
 FORKED = """
-import warnings
 from pathlib import Path
 from faults.fake import Fake
 fake = Fake(Path(gpuops.__path__[0]).parent / "cudart")
@@ -606,8 +605,6 @@ NAMES = [
     "cudaEventSynchronize", "cudaPointerGetAttributes", "cudaThreadExchangeStreamCaptureMode",
     "cudaMemcpyAsync", "cudaMallocFromPoolAsync", "cudaSetDevice", "cudaGetDevice",
 ]
-
-warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of forks beside threads.
 
 class InTheChild(Exception):
     pass

@@ -896,8 +896,7 @@ assert (out == 7).all()
 @pytest.mark.not_under_tsan("dies where a forked child starts threads")
 def test_fork_leaves_the_rings_behind(fake_device):
     source = """
-import os, signal, warnings
-warnings.simplefilter("ignore", DeprecationWarning)
+import os, signal
 x = numbers(ABOVE)
 round_trip(gpuops, x)
 child = os.fork()
