@@ -554,6 +554,15 @@ def test_a_refused_ring_is_not_asked_for_each_time(fake, no_rings, call):
     assert rings(fake, no_rings) == 1
 
 
+def test_a_refused_ring_is_asked_for_again_when_there_may_be_room(fake, no_rings):
+    x = numbers(LEAST)
+    with fake.fake.fail(1, OUT_OF_MEMORY, "from then on", "cudaHostRegister"):
+        fake.gpuops.to_device(x)
+    fake.gpuops.empty_cache(0)
+    fake.gpuops.to_device(x)
+    assert rings(fake, no_rings) == 1
+
+
 def test_a_ring_goes_where_no_more_memory_is_locked(fake, no_rings):
     x = numbers(LEAST_RING_BYTES)
     fake.gpuops.to_device(x, device=0)
