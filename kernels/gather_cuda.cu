@@ -152,15 +152,10 @@ struct Arena {
 
 constexpr int64_t ALIGNMENT = 256;
 
-static int64_t aligned(int64_t bytes)
-{
-    return (bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
-}
-
 static char *arena_take(Arena *arena, int64_t bytes)
 {
     char *memory = arena->memory + arena->used;
-    arena->used += aligned(bytes);
+    arena->used += round_up(bytes, ALIGNMENT);
     return memory;
 }
 
@@ -221,7 +216,7 @@ static int64_t bytes_beside_table(const Gather &gather)
     int64_t indices = box_items(index_box(gather)) * gather.index_bytes;
     int64_t fill = 0;
     if (gather.mode == MODE_FILL) fill = gather.fill_bytes < out ? gather.fill_bytes : out;
-    return aligned(indices) + aligned(out) + aligned(fill);
+    return round_up(indices, ALIGNMENT) + round_up(out, ALIGNMENT) + round_up(fill, ALIGNMENT);
 }
 
 int64_t packed_bytes(const Gather &gather)
@@ -342,7 +337,7 @@ static Status check_all_indices(const Gather &gather, Arena *arena, int64_t coun
 static Status gather_tile(Arena *arena, const Gather &gather)
 {
     const int64_t beside = bytes_beside_table(gather);
-    const bool fits = aligned(table_bytes(gather)) + beside <= arena->bytes;
+    const bool fits = round_up(table_bytes(gather), ALIGNMENT) + beside <= arena->bytes;
     const bool as_it_lies = fits && (gather.is_in_place || rows_overlap(gather));
     const Box packed_table = table_box(gather);
     const Box table = as_it_lies ? table_span(gather) : packed_table;
@@ -416,7 +411,7 @@ static Status gather_tile(Arena *arena, const Gather &gather)
 static Status gather_tiles(Arena *arena, const Gather &gather)
 {
     const int64_t beside = bytes_beside_table(gather), table = table_bytes(gather);
-    if (aligned(table) + beside <= arena->bytes) return gather_tile(arena, gather);
+    if (round_up(table, ALIGNMENT) + beside <= arena->bytes) return gather_tile(arena, gather);
 
     const int64_t half = arena->bytes / 2 - 4 * ALIGNMENT;
     int of_table = -1, of_indices = -1, other = -1;
@@ -480,7 +475,7 @@ static Status open_arena(Arena *arena, int64_t wanted)
         status = memory_allocate(arena->owner, arena->bytes, &arena->owned);
         if (status == STATUS_OK) arena->memory = memory_data(arena->owned);
         if (status != STATUS_MEMORY_ERROR || arena->bytes <= LEAST_ARENA_BYTES) return status;
-        arena->bytes = aligned(arena->bytes / 2);
+        arena->bytes = round_up(arena->bytes / 2, ALIGNMENT);
         if (arena->bytes < LEAST_ARENA_BYTES) arena->bytes = LEAST_ARENA_BYTES;
     }
 }
@@ -518,8 +513,9 @@ static Status gather_on_current_device(const Call *call, Gather gather, int64_t 
     char *copy = NULL;
     Status status = STATUS_OK;
     if (rows > 0 && gather.axis_size > 0) status = choose_parts(call, &gather, index_count, &copy);
-    const int64_t whole = rows > 0 ? aligned(table_bytes(gather)) + bytes_beside_table(gather)
-                                   : aligned(index_count * gather.index_bytes);
+    const int64_t whole =
+        rows > 0 ? round_up(table_bytes(gather), ALIGNMENT) + bytes_beside_table(gather)
+                 : round_up(index_count * gather.index_bytes, ALIGNMENT);
     if (status == STATUS_OK && call->stream == NULL && call->watch != NULL && !slab_has_room(whole))
         status = stream_await(arena.owner, call->watch);
     if (status == STATUS_OK) status = open_arena(&arena, whole);

@@ -282,18 +282,13 @@ static Status gather_window(HostTable *table, int64_t begin, int64_t end, bool a
     return launch_gather_rows(table->device, ndim, loops, compute->handle);
 }
 
-static int64_t aligned(int64_t bytes)
-{
-    return (bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
-}
-
 static Status open_windows(HostTable *table, int64_t bytes, int count)
 {
     Call *call = table->call;
     /* At the end of several, whatever comes of them, all that was queued is waited for. */
     Status status = count > 1 ? stream_await(call->stream, call->watch) : STATUS_OK;
     if (status == STATUS_OK)
-        status = memory_allocate(call->stream, count * aligned(bytes), &table->buffers);
+        status = memory_allocate(call->stream, count * round_up(bytes, ALIGNMENT), &table->buffers);
     if (status != STATUS_OK || count == 1) return status;
     status = lanes_take(call->device, &table->lanes);
     return status == STATUS_OK ? stream_wait(table->lanes->up, call->stream) : status;
@@ -339,7 +334,8 @@ static Status gather_windows(HostTable *table, bool *has_room)
     int64_t looked = 0;
     for (int64_t done = 0; done < places && status == STATUS_OK; done += step) {
         const int64_t end = done + step < places ? done + step : places;
-        char *buffer = buffers + done / step % count * aligned(step * found.place_bytes);
+        char *buffer =
+            buffers + done / step % count * round_up(step * found.place_bytes, ALIGNMENT);
         status = look_now_and_then(table->call, done * found.place_bytes,
                                    places * found.place_bytes, &looked);
         if (status == STATUS_OK)

@@ -51,6 +51,17 @@ Status fail(Status status, const char *format, ...) __attribute__((format(printf
 Status fail_axis(int axis, int ndim);
 Status fail_cuda(Status status, int code, const char *name, const char *text);
 
+static inline int64_t smaller(int64_t one, int64_t other)
+{
+    return one < other ? one : other;
+}
+
+/* The next multiple of the grain. */
+static inline int64_t round_up(int64_t count, int64_t grain)
+{
+    return (count + grain - 1) / grain * grain;
+}
+
 /* What the layers need to know of an element. Movement looks at item_bytes alone; OPAQUE is every
  * dtype that is only ever moved (structured, datetime64, void, float8, ...). */
 typedef enum Dtype {
@@ -413,7 +424,10 @@ int64_t pinned_bytes(const void *block); /* what there is room for in a block */
  * and no lock of an interpreter. */
 enum { HOST_LEAST_BYTES = 4 << 20 };
 Status host_memory_limit(int64_t *bytes); /* of what is kept; 0: nothing is */
-void *host_take(int64_t bytes);           /* NULL where there is no memory */
+/* Those that a variable of the environment names, or the usual ones. Where it names no number, zero
+ * tells what 0 is for. */
+Status bytes_of_environment(const char *variable, int64_t usual, const char *zero, int64_t *bytes);
+void *host_take(int64_t bytes); /* NULL where there is no memory */
 void host_give(void *data);
 int64_t host_bytes(const void *data); /* what there is room for */
 void host_flush(void);                /* gives back to the system what nobody uses */

@@ -55,26 +55,29 @@ static void watch_for_fork(void)
     pthread_atfork(lock_kept, unlock_kept, unlock_kept);
 }
 
+Status bytes_of_environment(const char *variable, int64_t usual, const char *zero, int64_t *bytes)
+{
+    const char *wanted = getenv(variable);
+    *bytes = usual;
+    if (wanted == NULL || *wanted == '\0') return STATUS_OK;
+    char *end;
+    *bytes = strtoll(wanted, &end, 10);
+    if (*end == '\0' && *bytes >= 0) return STATUS_OK;
+    return fail(STATUS_VALUE_ERROR, "%s is '%.40s': expected a number of bytes, or 0 %s", variable,
+                wanted, zero);
+}
+
 Status host_memory_limit(int64_t *bytes)
 {
     static int64_t known = -1; /* every thread would find the same, so a race is harmless */
     *bytes = __atomic_load_n(&known, __ATOMIC_RELAXED);
     if (*bytes >= 0) return STATUS_OK;
-    const char *wanted = getenv("GPUOPS_HOST_CACHE");
-    if (wanted != NULL && *wanted != '\0') {
-        char *end;
-        *bytes = strtoll(wanted, &end, 10);
-        if (*end != '\0' || *bytes < 0)
-            return fail(STATUS_VALUE_ERROR,
-                        "GPUOPS_HOST_CACHE is '%.40s': expected a number of bytes, or 0 to keep no "
-                        "memory of results",
-                        wanted);
-    } else {
-        const int64_t quarter = (int64_t)sysconf(_SC_PHYS_PAGES) * sysconf(_SC_PAGESIZE) / 4;
-        *bytes = quarter > 0 && quarter < DEFAULT_LIMIT ? quarter : DEFAULT_LIMIT;
-    }
-    __atomic_store_n(&known, *bytes, __ATOMIC_RELAXED);
-    return STATUS_OK;
+    const int64_t quarter = (int64_t)sysconf(_SC_PHYS_PAGES) * sysconf(_SC_PAGESIZE) / 4;
+    const int64_t usual = quarter > 0 && quarter < DEFAULT_LIMIT ? quarter : DEFAULT_LIMIT;
+    const Status status =
+        bytes_of_environment("GPUOPS_HOST_CACHE", usual, "to keep no memory of results", bytes);
+    if (status == STATUS_OK) __atomic_store_n(&known, *bytes, __ATOMIC_RELAXED);
+    return status;
 }
 
 static char *data_of(Block *block)
@@ -134,7 +137,7 @@ void *host_take(int64_t bytes)
     pthread_once(&once, watch_for_fork);
     if (bytes > MOST_BYTES) return NULL;
     if (bytes < 1) bytes = 1;
-    bytes = (bytes + HUGE_PAGE_BYTES - 1) / HUGE_PAGE_BYTES * HUGE_PAGE_BYTES;
+    bytes = round_up(bytes, HUGE_PAGE_BYTES);
     Block *block = take_kept(bytes);
     if (block == NULL) block = map_block(bytes);
     if (block == NULL) { /* what is kept may be all that is missing */

@@ -148,13 +148,8 @@ static void cut_side(Panels *panels)
     panels->count = (panels->extent + panels->most - 1) / panels->most;
     panels->size = (panels->extent + panels->count - 1) / panels->count;
     if (panels->count > 1 && panels->most % PANEL_GRAIN == 0)
-        panels->size = (panels->size + PANEL_GRAIN - 1) / PANEL_GRAIN * PANEL_GRAIN;
+        panels->size = round_up(panels->size, PANEL_GRAIN);
     panels->count = (panels->extent + panels->size - 1) / panels->size;
-}
-
-static int64_t smaller(int64_t one, int64_t other)
-{
-    return one < other ? one : other;
 }
 
 static void plan_parts(ProductParts *parts)

@@ -708,7 +708,7 @@ static int64_t bytes_of(int device, WorkKind work)
                   far = work == WORK_ROWS ? FAR_TABLE_BYTES + FAR_ROW_BYTES + FAR_INDEX_BYTES
                                           : 2 * FAR_BYTES;
     const int64_t used = WEIGHT_BYTES + (device == DEVICE_CPU ? large : far);
-    return (used + HUGE_PAGE_BYTES - 1) / HUGE_PAGE_BYTES * HUGE_PAGE_BYTES;
+    return round_up(used, HUGE_PAGE_BYTES);
 }
 
 static Status measure(char *data, int device, WorkKind work, double *rates, double *steps)

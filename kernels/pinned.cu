@@ -553,7 +553,7 @@ static int size_of(int64_t bytes)
 static int64_t chunk_bytes(int64_t bytes)
 {
     if (size_of(bytes) < SIZES) return CHUNK_BYTES;
-    return (bytes + PAGE_BYTES + GRAIN_BYTES - 1) / GRAIN_BYTES * GRAIN_BYTES;
+    return round_up(bytes + PAGE_BYTES, GRAIN_BYTES);
 }
 
 static Chunk *chunk_of(const void *block)

@@ -196,11 +196,6 @@ void parts_open(Parts *parts, Call *call)
     }
 }
 
-static int64_t aligned(int64_t bytes)
-{
-    return (bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
-}
-
 static Status allocate_buffers(Pipeline *pipeline)
 {
     Parts *parts = pipeline->parts;
@@ -209,10 +204,10 @@ static Status allocate_buffers(Pipeline *pipeline)
         Buffers *buffers = &pipeline->operands[k];
         const View *view = operand_of(parts->call, k);
         buffers->count = static_cast<int>(parts->pieces[k] < BUFFERS ? parts->pieces[k] : BUFFERS);
-        buffers->bytes = aligned(parts->bytes[k]);
+        buffers->bytes = round_up(parts->bytes[k], ALIGNMENT);
         if (casts_input(parts->call, k))
-            buffers->converted_bytes =
-                aligned(parts->bytes[k] / view->item_bytes * dtype_bytes(parts->call->compute));
+            buffers->converted_bytes = round_up(
+                parts->bytes[k] / view->item_bytes * dtype_bytes(parts->call->compute), ALIGNMENT);
         buffers->piece = -1;
         bytes += buffers->count * buffers->bytes + buffers->converted_bytes;
     }

@@ -254,7 +254,7 @@ static uint64_t skew_of(const Scatter &scatter)
 
 static int64_t in_lines(int64_t bytes)
 {
-    return (bytes + LINE_BYTES - 1) / LINE_BYTES * LINE_BYTES;
+    return round_up(bytes, LINE_BYTES);
 }
 
 /* A place has place_bytes in the caches: of the table, or of a worker's sums for it. */

@@ -18,7 +18,7 @@ struct Slab {
 static inline int64_t slab_room(int64_t bytes)
 {
     constexpr int64_t ALIGNMENT = 256;
-    return (bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+    return round_up(bytes, ALIGNMENT);
 }
 
 /* Whether one has so many bytes. */

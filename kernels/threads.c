@@ -139,17 +139,12 @@ static void await_place(void)
     pool.sleeping--;
 }
 
-static int smaller(int one, int other)
-{
-    return one < other ? one : other;
-}
-
 /* Called with the lock held, and by a worker only where there was a place for it: one that comes
  * when the loop has no more wakes nobody. */
 static void unlock_and_wake(void)
 {
     const int missing = pool.wanted - pool.looking - pool.woken;
-    const int some = smaller(smaller(missing, pool.sleeping - pool.woken), WOKEN_BY_EACH);
+    const int some = (int)smaller(smaller(missing, pool.sleeping - pool.woken), WOKEN_BY_EACH);
     if (some > 0) pool.woken += some;
     pthread_mutex_unlock(&pool.lock);
     for (int i = 0; i < some; i++) pthread_cond_signal(&pool.wake);
@@ -238,7 +233,7 @@ bool parallel_begin(RangeFunction function, void *context)
 void parallel_call(int workers)
 {
     pthread_mutex_lock(&pool.lock);
-    set(&pool.wanted, smaller(workers, pool.workers));
+    set(&pool.wanted, (int)smaller(workers, pool.workers));
     unlock_and_wake();
 }
 

@@ -356,19 +356,10 @@ Status pinned_limit(int64_t *bytes)
     static int64_t known = -1; /* every thread would find the same, so a race is harmless */
     *bytes = __atomic_load_n(&known, __ATOMIC_RELAXED);
     if (*bytes >= 0) return STATUS_OK;
-    const char *wanted = getenv("GPUOPS_PINNED_LIMIT");
-    *bytes = DEFAULT_PINNED_LIMIT;
-    if (wanted != NULL && *wanted != '\0') {
-        char *end;
-        *bytes = strtoll(wanted, &end, 10);
-        if (*end != '\0' || *bytes < 0)
-            return fail(STATUS_VALUE_ERROR,
-                        "GPUOPS_PINNED_LIMIT is '%.40s': expected a number of bytes, or 0 for no "
-                        "page-locked buffers",
-                        wanted);
-    }
-    __atomic_store_n(&known, *bytes, __ATOMIC_RELAXED);
-    return STATUS_OK;
+    const Status status = bytes_of_environment("GPUOPS_PINNED_LIMIT", DEFAULT_PINNED_LIMIT,
+                                               "for no page-locked buffers", bytes);
+    if (status == STATUS_OK) __atomic_store_n(&known, *bytes, __ATOMIC_RELAXED);
+    return status;
 }
 
 /* A child has no use for it, and must not make copies of pages that the driver goes on to use. */
@@ -638,11 +629,6 @@ struct Transfer {
     int64_t opened_slices, taken_slices;
     int64_t slices_left[RING_BUFFERS]; /* of each buffer, that are not copied yet */
 };
-
-static int64_t smaller(int64_t one, int64_t other)
-{
-    return one < other ? one : other;
-}
 
 static int buffer_of(const Transfer &transfer, int64_t chunk)
 {
