@@ -424,8 +424,8 @@ int64_t pinned_bytes(const void *block); /* what there is room for in a block */
  * and no lock of an interpreter. */
 enum { HOST_LEAST_BYTES = 4 << 20 };
 Status host_memory_limit(int64_t *bytes); /* of what is kept; 0: nothing is */
-/* Those that a variable of the environment names, or the usual ones. Where it names no number, zero
- * tells what 0 is for. */
+/* The bytes that a variable of the environment names, or the usual ones. Where what it says is no
+ * number, zero tells what 0 is for. */
 Status bytes_of_environment(const char *variable, int64_t usual, const char *zero, int64_t *bytes);
 void *host_take(int64_t bytes); /* NULL where there is no memory */
 void host_give(void *data);
