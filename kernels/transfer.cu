@@ -470,7 +470,8 @@ static bool ring_is_over(const Ring *ring)
            event_is_over(ring->events[(ring->chunks + RING_BUFFERS - 1) % RING_BUFFERS]);
 }
 
-/* With the lock, as all that follow: of a list, the ring that *link stands for; NULL at its end. */
+/* With the lock, as the three that follow: takes the ring that *link stands for out of its list;
+ * NULL at the end of that. */
 static Ring *take_out(Ring **link)
 {
     Ring *ring = *link;
@@ -537,9 +538,8 @@ static void ring_give(Ring *ring)
     pthread_mutex_unlock(&rings.lock);
 }
 
-/* For who finds no ring: waits for all that is at work on the device, which is current, if nobody
- * knows the end of what goes through rings of its; false: there are none such, or none that are
- * over now. */
+/* Waits for all that is at work on the device, which is current, if nobody knows the end of what
+ * goes through rings of its; false: there are none such, or none that are over now. */
 static bool settle_rings(int device)
 {
     Ring *unmarked = NULL;
