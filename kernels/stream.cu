@@ -160,10 +160,30 @@ Status stream_find_device(uintptr_t number, int *device)
     return STATUS_OK;
 }
 
+/* CUDA gives a thread's per-thread default streams back when the thread ends. Where work is left on
+ * them, and memory has come from a pool, drivers (580.159 is one) hang in that for ever, and with
+ * them whoever calls CUDA next. So a thread that ends waits for its own. */
+struct PerThreadStreams {
+    uint64_t devices = 0; /* a bit for each on which this thread has used one */
+    ~PerThreadStreams()
+    {
+        int previous;
+        for (int device = 0; device < MAX_DEVICES; device++) {
+            if (!(devices >> device & 1) || !device_try_enter(device, &previous)) continue;
+            (void)stream_drain(cudaStreamPerThread);
+            device_leave(device, previous);
+        }
+    }
+};
+static_assert(MAX_DEVICES <= 64, "a bit for each device");
+static thread_local PerThreadStreams per_thread_streams;
+
 /* Work is queued by those who hold it, before they let go, and may be waited for before that. */
 static void note_use(Stream *stream)
 {
     __atomic_add_fetch(&stream->uses, 1, __ATOMIC_RELAXED);
+    if (stream->handle == cudaStreamPerThread)
+        per_thread_streams.devices |= uint64_t{1} << stream->device;
 }
 
 Stream *stream_hold(Stream *stream)

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 import warnings
 from pathlib import Path
 
@@ -273,6 +274,13 @@ UNCAPTURED = {
 def turns_of(count):
     """As many turns, or GPUOPS_TEST_CALLS where that is less: tools make a kernel take longer."""
     return min(count, int(os.environ.get("GPUOPS_TEST_CALLS", count)))
+
+
+def join_in_full(thread):
+    """Returns when the system's thread has ended, a moment after that of Python."""
+    thread.join()
+    while Path(f"/proc/self/task/{thread.native_id}").exists():
+        time.sleep(0.001)
 
 
 def keep_busy(gpuops, gpu, stream):

@@ -292,6 +292,20 @@ for _ in range(3):
     threading.Thread(target=work, daemon=True).start()
 started.wait()
 """,
+    "daemon threads with work on their per-thread streams": """
+class PerThread:
+    def __cuda_stream__(self):
+        return 0, 2
+stream = gpuops.Stream.from_external(PerThread())
+def work():
+    while True:
+        kept = gpuops.gather(d, long, stream=stream)
+        started.set()
+started = threading.Event()
+for _ in range(3):
+    threading.Thread(target=work, daemon=True).start()
+started.wait()
+""",
     "os._exit with work on streams": """
 stream = gpuops.Stream()
 kept = [gpuops.gather(d, long, stream=stream) for _ in range(50)]

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from faults import build
 from faults.fake import EXIT_MISUSE, LIBRARY, MEMORY_LIMIT, Fake, PointerAttributes
+from helpers import join_in_full
 
 INVALID_VALUE = 1
 MEMORY_ALLOCATION = 2
@@ -1046,9 +1047,15 @@ class TestLater:
 
     def test_other_devices_and_threads_have_default_streams_of_their_own(self, later, journal):
         journal.note(1, PER_THREAD)
-        other = threading.Thread(target=lambda: journal.note(2, PER_THREAD))
+
+        def note_and_wait():
+            journal.note(2, PER_THREAD)
+            assert synchronize(later, PER_THREAD) == 0
+
+        other = threading.Thread(target=note_and_wait)
         other.start()
         other.join()
+        assert 2 in journal.entries
         later.set_scheduler("lazy")
         journal.entries.clear()
         journal.note(3, None)
@@ -1057,6 +1064,15 @@ class TestLater:
         assert synchronize(later, None) == 0
         assert journal.entries == [4]
         later.library.cudaSetDevice(0)
+
+    def test_a_thread_ends_after_the_work_on_its_default_stream(self, later, journal):
+        other = threading.Thread(target=lambda: journal.note(1, PER_THREAD))
+        other.start()
+        join_in_full(other)
+        assert "a thread has ended before the work" in later.take_misuse()
+        assert journal.entries == []
+        later.run()
+        assert journal.entries == [1]
 
     def test_reset_and_a_change_of_scheduler_do_all_work(
         self, later, streams, journal, monkeypatch

@@ -751,6 +751,40 @@ def test_the_per_thread_stream_of_two_threads(gpuops, gpu, scheduler):
         gpuops.synchronize()
 
 
+THREADS_THAT_END = """
+import threading
+from pathlib import Path
+import gpuops
+from faults.fake import Fake
+from helpers import join_in_full, keep_busy
+
+class Foreign:
+    def __cuda_stream__(self):
+        return 0, 2
+
+class gpu:
+    cudart = Path(gpuops.__path__[0]).with_name("cudart")
+    fake = Fake(cudart) if cudart.is_dir() else None
+
+if gpu.fake:
+    gpu.fake.set_scheduler("lazy")
+stream = gpuops.Stream.from_external(Foreign())
+for turn in range(3):
+    thread = threading.Thread(target=keep_busy, args=(gpuops, gpu, stream))
+    thread.start()
+    join_in_full(thread)
+    d = gpuops.to_device([turn], stream=stream)
+    assert d.copy(stream=stream).to_host(stream=stream) == turn
+gpuops.synchronize()
+print("done")
+"""
+
+
+def test_a_thread_ends_while_its_per_thread_stream_is_at_work(gpu):
+    """In a process that has not done much yet: there, drivers hang if nobody waits for it."""
+    assert run_child(gpu.gpuops, THREADS_THAT_END, GPUOPS_DEVICE=gpu.default) == "done\n"
+
+
 def test_nothing_waits_that_need_not(gpuops, gpu):
     """Making, filling, copying and dropping arrays are queued."""
     if gpu.fake is None:

@@ -16,6 +16,7 @@
 #define _GNU_SOURCE
 #include "fake_cudart.h"
 
+#include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
@@ -330,15 +331,44 @@ static cudaError_t make_stream(Stream pattern, Stream **made)
     return cudaSuccess;
 }
 
+/* The per-thread default streams of a thread end with it. With work left on them, drivers hang. */
+static void end_of_thread(void *thread)
+{
+    LOCKED();
+    Stream *next;
+    for (Stream *stream = streams; stream; stream = next) {
+        next = stream->next;
+        if (stream->kind != PER_THREAD || stream->thread != thread) continue;
+        stream->thread = NULL; /* another thread may come to have this address */
+        stream->destroyed = true;
+        if (!stream->first) {
+            forget(stream);
+        } else {
+            misuse("a thread has ended before the work on its per-thread default stream");
+        }
+    }
+}
+
+static pthread_key_t this_thread_key;
+static void make_key(void)
+{
+    pthread_key_create(&this_thread_key, end_of_thread);
+}
+
 /* A stream that exists on every device without being made. */
 static cudaError_t find_default_stream(StreamKind kind, Stream **stream)
 {
     const void *thread = kind == PER_THREAD ? &this_thread : NULL;
     for (*stream = streams; *stream; *stream = (*stream)->next) {
         const Stream *found = *stream;
-        if (found->kind == kind && found->device == current_device && found->thread == thread)
+        if (found->kind == kind && found->device == current_device && found->thread == thread &&
+            !found->destroyed)
             return cudaSuccess;
     }
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
+    pthread_once(&once, make_key);
+    if (kind == PER_THREAD && pthread_setspecific(this_thread_key, thread) != 0)
+        return cudaErrorMemoryAllocation;
     return make_stream((Stream){.kind = kind, .device = current_device, .thread = thread}, stream);
 }
 
