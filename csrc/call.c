@@ -566,23 +566,13 @@ static bool is_to_be_cast(const Call *call, const Arguments *arguments, int i)
            arguments->inputs[i].array != NULL;
 }
 
-/* Large arrays are cast where the work is done, by all threads or on the GPU, and not by NumPy. But
- * what NumPy may warn of is its own to cast. */
-static bool is_cast_at_work(const Call *call, int i)
-{
-    enum { LEAST_ITEMS = 1 << 14 }; /* for which it pays */
-    const View *view = &call->inputs[i];
-    return view->weak == WEAK_NOT && view_items(view) >= LEAST_ITEMS &&
-           dtype_widens(view->dtype, call->compute);
-}
-
 /* A cast may warn, and whoever is warned may do anything to the arrays of the call. */
 static int cast_inputs(Call *call, Arguments *arguments)
 {
     PyArray_Descr *descr = NULL;
     unsigned cast = 0;
     for (int i = 0; i < arguments->count; i++) {
-        if (!is_to_be_cast(call, arguments, i) || is_cast_at_work(call, i)) continue;
+        if (!is_to_be_cast(call, arguments, i) || input_is_cast_at_work(call, i)) continue;
         if (descr == NULL) descr = descr_of(call->compute);
         if (descr == NULL || cast_input(&arguments->inputs[i], &call->inputs[i], descr) < 0)
             goto failed;
@@ -686,6 +676,8 @@ static Status choose(void *context)
 
 static int read_host_stream(State *state, PyObject *object, Work *work, Stream **stream)
 {
+    if (work->wanted_device == DEVICE_AUTO)
+        work->wanted_device = DEVICE_CUDA; /* a stream is of one */
     Status status = without_gil(choose, work);
     if (status != STATUS_OK) {
         raise_status(state, status, work->call->op->name, work->call->device);
@@ -905,9 +897,10 @@ static PyObject *call_on_host(State *state, Call *call, Arguments *arguments, Wo
 
     bool computed;
     const uint64_t started = ticks_now();
-    if (multiply_in_numpy(state, call, arguments, work, out, &computed) < 0) goto done;
-    Status status = computed ? STATUS_OK : work_on_host(work);
+    const bool failed = multiply_in_numpy(state, call, arguments, work, out, &computed) < 0;
+    Status status = failed || computed ? STATUS_OK : work_on_host(work);
     note_route(call->op, &work->taken, started);
+    if (failed) goto done;
     if (status != STATUS_OK) {
         raise_call_status(state, status, call, arguments);
     } else if (given != NULL) {

@@ -199,6 +199,10 @@ PyObject *explain_on_host(State *state, const Call *call, int wanted, int *unmea
         *unmeasured = is_alone ? DEVICE_CPU : choice.unmeasured;
         if (*unmeasured != DEVICE_AUTO) return NULL;
     }
+    if (asked == NULL && route->chosen != 0 && route_is_clear(call)) {
+        route->chosen = 0;
+        route->reason = "too little work to be weighed";
+    }
     if (asked != NULL) {
         const bool on_cpu = device.device == DEVICE_CPU || route->count == 1;
         route->chosen = on_cpu ? 0 : nearest_on_gpu(route);

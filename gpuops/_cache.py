@@ -77,7 +77,10 @@ def _path() -> str | None:
     """Return where the cache is, by the environment as it is now; None where it is turned off."""
     path = os.environ.get("GPUOPS_CACHE_DIR")
     if path is not None:
-        return os.path.abspath(path) if path else None
+        try:
+            return os.path.abspath(path) if path else None
+        except OSError as error:  # of the current folder, which may be gone
+            raise _UnusableError(f"GPUOPS_CACHE_DIR={path}: {error.strerror}") from error
     # The XDG specification has paths that are relative ignored.
     base = os.environ.get("XDG_CACHE_HOME", "")
     if not os.path.isabs(base):

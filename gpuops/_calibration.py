@@ -78,7 +78,8 @@ def calibrate(ordinal: int, work: str) -> None:
     _core._tell_rates(ordinal, work, rates)
     waited = max(_part_waited(before, _spent()), _part_stolen(ticks, _ticks()))
     if is_alone and waited <= _MOST_WAITING:
-        _cache.store(key, json.dumps(rates).encode(), _cache.CALIBRATION)
+        with contextlib.suppress(RuntimeWarning):  # Warnings may be made errors.
+            _cache.store(key, json.dumps(rates).encode(), _cache.CALIBRATION)
 
 
 def come_to_rest(most_seconds: float = _MOST_REST_SECONDS) -> bool:
@@ -164,10 +165,9 @@ def _part_stolen(before: tuple[int, int], after: tuple[int, int]) -> float:
 
 def _load(key: str) -> bytes | None:
     """Return the entry of a machine; that there is no cache is no reason to fail."""
-    try:
+    with contextlib.suppress(RuntimeWarning):  # Warnings may be made errors.
         return _cache.load(key, _cache.CALIBRATION)
-    except RuntimeWarning:  # Warnings are made errors here.
-        return None
+    return None
 
 
 def _machine(ordinal: int) -> list[bytes]:
@@ -197,7 +197,10 @@ def _c_library() -> str | None:
 
 
 def _processor() -> str:
-    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as file:
+    with (
+        contextlib.suppress(OSError),
+        open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file,
+    ):
         for line in file:
             name, _, value = line.partition(":")
             if name.strip() == "model name":

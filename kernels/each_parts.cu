@@ -24,15 +24,6 @@ static int64_t piece_of(const Parts *parts, int k, int64_t number)
     return cut_first(each.cut, each.loops.counts, each.loops.strides[k], number);
 }
 
-static int64_t count_pieces(const EachParts &each, int k)
-{
-    const int64_t *strides = each.loops.strides[k];
-    int64_t pieces = strides[each.cut.at] == 0 ? 1 : each.cut.stretches;
-    for (int i = 0; i < each.cut.at; i++)
-        if (strides[i] != 0) pieces *= each.loops.counts[i];
-    return pieces;
-}
-
 static bool find_box(const Parts *parts, int k, int64_t number, int i, Box *box)
 {
     const EachParts &each = *static_cast<const EachParts *>(parts);
@@ -42,25 +33,19 @@ static bool find_box(const Parts *parts, int k, int64_t number, int i, Box *box)
     char *base = loops.data[k] + cut_offset(each.cut, loops.counts, strides, number);
     *box = {base, operand_of(parts->call, k)->item_bytes, 0, {}, {}};
     for (int at = each.cut.at; at < loops.ndim; at++) {
-        const int64_t count =
-            at == each.cut.at ? cut_rows(each.cut, loops.counts, number) : loops.counts[at];
+        const int64_t count = cut_count(each.cut, loops.counts, at, number);
         box_append(box, strides[at] == 0 ? 1 : count, strides[at]);
     }
     return true;
 }
 
-static View *part_view(EachParts *each, int k)
-{
-    return k < each->part.input_count ? &each->part.inputs[k] : &each->part.out;
-}
-
-static void set_shape(EachParts *each, int k, int64_t rows)
+static void set_shape(EachParts *each, int k, int64_t number)
 {
     const EachLoops &loops = each->loops;
-    View *view = part_view(each, k);
+    View *view = part_operand(each, k);
     view->ndim = 0;
     for (int at = each->cut.at; at < loops.ndim; at++) {
-        const int64_t count = at == each->cut.at ? rows : loops.counts[at];
+        const int64_t count = cut_count(each->cut, loops.counts, at, number);
         view->shape[view->ndim++] = loops.strides[k][at] == 0 ? 1 : count;
     }
     view_pack(view);
@@ -69,9 +54,8 @@ static void set_shape(EachParts *each, int k, int64_t rows)
 static Status run(Parts *parts, int64_t number)
 {
     EachParts *each = static_cast<EachParts *>(parts);
-    const int64_t rows = cut_rows(each->cut, each->loops.counts, number);
     for (int k = 0; k <= parts->call->input_count; k++)
-        if (parts->bytes[k] > 0) set_shape(each, k, rows);
+        if (parts->bytes[k] > 0) set_shape(each, k, number);
     return run_part(parts);
 }
 
@@ -81,15 +65,15 @@ static void plan_parts(EachParts *each)
     each->cut = cut_loops(each->loops.counts, each->loops.ndim, each->most);
     each->count = each->cut.stretches * each->cut.positions;
     for (int k = 0; k <= call->input_count; k++) {
-        View *view = part_view(each, k);
+        View *view = part_operand(each, k);
         const View *given = operand_of(call, k);
         if (k < call->input_count && view_items(given) == 1 && given->dtype == call->compute) {
             view->ndim = 0; /* it stays on the host */
             continue;
         }
-        set_shape(each, k, each->cut.rows);
+        set_shape(each, k, 0);
         each->bytes[k] = view_items(view) * view->item_bytes;
-        each->pieces[k] = count_pieces(*each, k);
+        each->pieces[k] = cut_pieces(each->cut, each->loops.counts, each->loops.strides[k]);
     }
 }
 

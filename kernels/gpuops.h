@@ -574,6 +574,9 @@ bool call_suits_slab(const Call *call);
 enum { MOST_FEW = 500 };
 /* Whether a call takes less than that on the CPU. */
 bool call_is_brief(const Call *call);
+/* Large arrays are cast where the work is done, by all threads or on the GPU, to which they go as
+ * they are, and not by NumPy. But what NumPy may warn of is its own to cast. */
+bool input_is_cast_at_work(const Call *call, int i);
 
 /* Elements of an array of one axis, and memory without gaps that they are taken to or come from.
  * False, and x is as it was, where an index is out of bounds as in mode 'raise', or elements are of

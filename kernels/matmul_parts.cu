@@ -106,8 +106,7 @@ static bool find_box(const Parts *given, int k, int64_t number, int i, Box *box)
     if (k != 0) base += place.column * parts.columns.size * parts.column_strides[k];
     *box = {base, view->item_bytes, 0, {}, {}};
     for (int at = parts.cut.at; at < parts.ndim; at++) {
-        const int64_t count = at == parts.cut.at ? cut_rows(parts.cut, parts.counts, place.matrices)
-                                                 : parts.counts[at];
+        const int64_t count = cut_count(parts.cut, parts.counts, at, place.matrices);
         if (parts.strides[k][at] != 0) box_append(box, count, parts.strides[k][at]);
     }
     const bool transposed = is_transposed(parts, k);
@@ -119,12 +118,10 @@ static bool find_box(const Parts *given, int k, int64_t number, int i, Box *box)
 
 static void set_shape(ProductParts *parts, int k, const Place &place)
 {
-    View *view = k < 2 ? &parts->part.inputs[k] : &parts->part.out;
+    View *view = part_operand(parts, k);
     view->ndim = 0;
     for (int at = parts->cut.at; at < parts->ndim; at++) {
-        const int64_t count = at == parts->cut.at
-                                  ? cut_rows(parts->cut, parts->counts, place.matrices)
-                                  : parts->counts[at];
+        const int64_t count = cut_count(parts->cut, parts->counts, at, place.matrices);
         view->shape[view->ndim++] = parts->strides[k][at] == 0 ? 1 : count;
     }
     const int row = view->ndim++, column = view->ndim++;
@@ -160,13 +157,10 @@ static void plan_parts(ProductParts *parts)
     parts->count =
         parts->cut.stretches * parts->cut.positions * parts->rows.count * parts->columns.count;
     for (int k = 0; k <= 2; k++) {
-        const View *view = k < 2 ? &parts->part.inputs[k] : &parts->part.out;
+        const View *view = part_operand(parts, k);
         set_shape(parts, k, {0, 0, 0});
         parts->bytes[k] = view_items(view) * view->item_bytes;
-        const int64_t *strides = parts->strides[k];
-        int64_t pieces = strides[parts->cut.at] == 0 ? 1 : parts->cut.stretches;
-        for (int i = 0; i < parts->cut.at; i++)
-            if (strides[i] != 0) pieces *= parts->counts[i];
+        int64_t pieces = cut_pieces(parts->cut, parts->counts, parts->strides[k]);
         if (k != 1) pieces *= parts->rows.count;
         if (k != 0) pieces *= parts->columns.count;
         parts->pieces[k] = pieces;

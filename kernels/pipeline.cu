@@ -53,6 +53,14 @@ int64_t cut_first(const Cut &cut, const int64_t *counts, const int64_t *strides,
     return first + (strides[cut.at] == 0 ? 0 : part / cut.positions * cut.positions);
 }
 
+int64_t cut_pieces(const Cut &cut, const int64_t *counts, const int64_t *strides)
+{
+    int64_t pieces = strides[cut.at] == 0 ? 1 : cut.stretches;
+    for (int i = 0; i < cut.at; i++)
+        if (strides[i] != 0) pieces *= counts[i];
+    return pieces;
+}
+
 /* Of the largest operand. Each part costs some 0.1 ms beside its bytes, and has shorter copies,
  * which are slower: 128 MiB and as much back take 6.5 ms in parts of 8 MiB on an H200, and 3.5 in
  * parts of 16. Where the operand is large, so are its parts: 512 MiB and as much back take 27 ms in
@@ -86,6 +94,9 @@ bool is_worth_parts(int64_t bytes)
 #ifdef __CUDACC__
 
 constexpr int64_t ALIGNMENT = 512; /* of buffers */
+/* No memory has more; and of some of these, and in a wider dtype, the bytes are still a number. An
+ * array that repeats a few may have any length. */
+constexpr int64_t MOST_BUFFER_BYTES = 1LL << 48;
 /* How often the caller is asked whether to go on, for which Python's lock has to be waited for. */
 constexpr int64_t LOOK_MICROSECONDS = 100000;
 
@@ -191,8 +202,7 @@ void parts_open(Parts *parts, Call *call)
     part->device = call->device;
     part->slot = -1;
     for (int k = 0; k <= call->input_count; k++) {
-        View *view = k < call->input_count ? &part->inputs[k] : &part->out;
-        view_copy(view, operand_of(call, k));
+        view_copy(part_operand(parts, k), operand_of(call, k));
     }
 }
 
@@ -203,6 +213,10 @@ static Status allocate_buffers(Pipeline *pipeline)
     for (int k = 0; k <= pipeline->inputs; k++) {
         Buffers *buffers = &pipeline->operands[k];
         const View *view = operand_of(parts->call, k);
+        if (parts->bytes[k] > MOST_BUFFER_BYTES)
+            return fail(STATUS_MEMORY_ERROR,
+                        "out of memory on cuda:%d: %lld bytes were asked for a part of an operand",
+                        parts->call->device, (long long)parts->bytes[k]);
         buffers->count = static_cast<int>(parts->pieces[k] < BUFFERS ? parts->pieces[k] : BUFFERS);
         buffers->bytes = round_up(parts->bytes[k], ALIGNMENT);
         if (casts_input(parts->call, k))
@@ -247,7 +261,7 @@ static Status open_pipeline(Pipeline *pipeline)
     status = allocate_buffers(pipeline);
     parts->part.stream = pipeline->lanes->compute;
     for (int k = 0; k <= pipeline->inputs; k++) {
-        View *view = k < pipeline->inputs ? &parts->part.inputs[k] : &parts->part.out;
+        View *view = part_operand(parts, k);
         if (parts->bytes[k] == 0) continue;
         view->device = parts->call->device;
         view->stream = pipeline->lanes->compute;
@@ -308,7 +322,7 @@ static Status compute(Pipeline *pipeline, int64_t number)
     const int last = pipeline->inputs;
     pipeline->operands[last].current = static_cast<int>(number % pipeline->operands[last].count);
     for (int k = 0; k <= last; k++) {
-        View *view = k < last ? &parts->part.inputs[k] : &parts->part.out;
+        View *view = part_operand(parts, k);
         if (parts->bytes[k] > 0) view->data = buffer_of(pipeline->operands[k]);
     }
     return as_late_failure(pipeline, parts->run(parts, number));
@@ -335,7 +349,8 @@ Status ask_watch(Watch *watch, int device, int64_t done_bytes, int64_t bytes)
     return fail(STATUS_INTERRUPTED, "the call was ended before it was done");
 }
 
-Status look_now_and_then(const Call *call, int64_t done_bytes, int64_t bytes, int64_t *looked)
+Status look_now_and_then(const Call *call, int64_t done_bytes, int64_t bytes, int64_t *looked,
+                         Traffic *traffic)
 {
     Watch *watch = call->watch;
     if (watch == NULL || runtime_is_leaving()) return STATUS_OK;
@@ -343,6 +358,7 @@ Status look_now_and_then(const Call *call, int64_t done_bytes, int64_t bytes, in
     const bool is_end = done_bytes == 0 || done_bytes == bytes;
     const bool is_time = microseconds() - *looked >= LOOK_MICROSECONDS;
     if (!(is_end ? watch->sees_ends : is_time)) return STATUS_OK;
+    if (traffic != NULL) traffic_pause(traffic);
     const Status status = ask_watch(watch, call->device, done_bytes, bytes);
     *looked = microseconds();
     return status;
@@ -357,7 +373,7 @@ static Status look_after(Pipeline *pipeline, int64_t done)
         bytes += view_items(operand_of(parts->call, k)) * operand_of(parts->call, k)->item_bytes;
     const int64_t done_bytes =
         bytes / parts->count * done + bytes % parts->count * done / parts->count;
-    return look_now_and_then(parts->call, done_bytes, bytes, &pipeline->looked);
+    return look_now_and_then(parts->call, done_bytes, bytes, &pipeline->looked, pipeline->traffic);
 }
 
 /* As an array of the given one's layout. */
@@ -437,12 +453,17 @@ static Status drain_lanes(Pipeline *pipeline)
     return status;
 }
 
-static Status close_pipeline(Pipeline *pipeline, Status status)
+/* *is_over becomes false where work may still be going on. */
+static Status close_pipeline(Pipeline *pipeline, Status status, bool *is_over)
 {
     if (runtime_is_forked()) return status;
     if (pipeline->traffic != NULL) status = traffic_close(pipeline->traffic, status);
     if (pipeline->lanes != NULL) {
-        status = even_so(status, [&] { return drain_lanes(pipeline); });
+        status = even_so(status, [&] {
+            const Status drained = drain_lanes(pipeline);
+            *is_over = *is_over && drained == STATUS_OK;
+            return drained;
+        });
         lanes_give(pipeline->parts->call->device, pipeline->lanes);
     }
     if (pipeline->memory != NULL) memory_release(pipeline->memory);
@@ -463,7 +484,7 @@ bool has_separate_parts(const Call *call)
 }
 
 /* Where memory does not suffice, *again tells whether it may for smaller parts. */
-static Status try_parts(Parts *parts, bool *again)
+static Status try_parts(Parts *parts, bool *again, bool *is_over)
 {
     Pipeline pipeline = {};
     pipeline.parts = parts;
@@ -472,7 +493,7 @@ static Status try_parts(Parts *parts, bool *again)
     Status status = open_pipeline(&pipeline);
     if (status == STATUS_OK) status = run_all(&pipeline);
     *again = status == STATUS_MEMORY_ERROR && !pipeline.is_written;
-    return close_pipeline(&pipeline, status);
+    return close_pipeline(&pipeline, status, is_over);
 }
 
 Status run_parts(Parts *parts)
@@ -481,12 +502,11 @@ Status run_parts(Parts *parts)
     PinnedUse uses[MOST_PIPED] = {};
     for (int k = 0; k <= call->input_count; k++) pinned_hold(operand_of(call, k), &uses[k]);
     Status status;
-    bool again;
-    do status = try_parts(parts, &again);
+    bool again, is_over = true;
+    do status = try_parts(parts, &again, &is_over);
     while (again && parts->shrink != NULL && parts->shrink(parts));
     if (runtime_is_forked()) return status;
-    for (int k = 0; k <= call->input_count; k++)
-        pinned_let_go(&uses[k], call->device, status == STATUS_OK);
+    for (int k = 0; k <= call->input_count; k++) pinned_let_go(&uses[k], call->device, is_over);
     /* All that was queued on the stream before is done as well. */
     if (status == STATUS_OK) status = slot_check(call->stream, call->stream->slot, true);
     memory_settle();

@@ -29,6 +29,13 @@ static inline int64_t cut_rows(const Cut &cut, const int64_t *counts, int64_t pa
  * which that is the same, because a stride of zero repeats it. */
 int64_t cut_offset(const Cut &cut, const int64_t *counts, const int64_t *strides, int64_t part);
 int64_t cut_first(const Cut &cut, const int64_t *counts, const int64_t *strides, int64_t part);
+/* How many parts are the first ones for something. */
+int64_t cut_pieces(const Cut &cut, const int64_t *counts, const int64_t *strides);
+/* The length of a loop, of those from cut.at on, in a part. */
+static inline int64_t cut_count(const Cut &cut, const int64_t *counts, int at, int64_t part)
+{
+    return at == cut.at ? cut_rows(cut, counts, part) : counts[at];
+}
 
 #ifdef __CUDACC__
 
@@ -61,6 +68,11 @@ static inline const View *operand_of(const Call *call, int k)
     return k < call->input_count ? &call->inputs[k] : &call->out;
 }
 
+static inline View *part_operand(Parts *parts, int k)
+{
+    return k < parts->part.input_count ? &parts->part.inputs[k] : &parts->part.out;
+}
+
 /* Sets call and part, of which the operator sets the shapes. */
 void parts_open(Parts *parts, Call *call);
 /* Whether a call is between arrays on the host that do not overlap, unless that does no harm. */
@@ -72,8 +84,9 @@ Status run_part(Parts *parts);
 Status run_parts(Parts *parts);
 /* Between the parts of a call: if some time has passed since the caller was asked last, asks
  * whether to go on, and tells how much is done. STATUS_INTERRUPTED: it is not to. The time is kept
- * for one call, from 0 on. */
-Status look_now_and_then(const Call *call, int64_t done_bytes, int64_t bytes, int64_t *looked);
+ * for one call, from 0 on. Before that, the workers of its copies both ways are dismissed. */
+Status look_now_and_then(const Call *call, int64_t done_bytes, int64_t bytes, int64_t *looked,
+                         Traffic *traffic = NULL);
 
 #endif
 

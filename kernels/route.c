@@ -84,6 +84,21 @@ static double bytes_of_input(const Call *call, int i)
     return bytes;
 }
 
+bool input_is_cast_at_work(const Call *call, int i)
+{
+    enum { LEAST_ITEMS = 1 << 14 }; /* for which it pays */
+    const View *input = &call->inputs[i];
+    return call->cast_inputs >> i & 1 && input->dtype != call->compute && input->weak == WEAK_NOT &&
+           view_items(input) >= LEAST_ITEMS && dtype_widens(input->dtype, call->compute);
+}
+
+/* The part of them that goes up, where the cast comes after that. */
+static double part_sent(const Call *call, int i)
+{
+    if (call->compute == DTYPE_OPAQUE || !input_is_cast_at_work(call, i)) return 1;
+    return (double)call->inputs[i].item_bytes / (double)dtype_bytes(call->compute);
+}
+
 static bool stays_on_host(const Call *call, int i, double bytes)
 {
     if (call->inputs[i].device != DEVICE_CPU) return true;
@@ -107,10 +122,15 @@ static void weigh_rows(const Call *call, Weight *weight)
     weight->row_bytes = rows > 0 ? moved / rows : 0;
     weight->touched = moved + indices;
     weight->units = weight->touched + bytes_of_lines(call, weight);
-    weight->working = (double)x->item_bytes * view_count(x, 0, x->ndim);
-    if (call->in_place) return;
-    if (stays_on_host(call, 0, weight->working)) return;
-    weight->table = weight->working;
+    uintptr_t begin, end;
+    view_extent(x, &begin, &end);
+    /* Rows may share memory, which goes up as it lies. */
+    weight->working =
+        fmin((double)x->item_bytes * view_count(x, 0, x->ndim), (double)(end - begin));
+    if (call->in_place || stays_on_host(call, 0, weight->working)) return;
+    /* Of a table of which nothing is taken, nothing goes up. */
+    weight->table = moved > 0 ? weight->working : 0;
+    weight->up += weight->table - weight->copied[0];
     weight->copied[0] = 0;
 }
 
@@ -165,7 +185,7 @@ static void weigh(const Call *call, Weight *weight)
         weight->touched += bytes;
         weight->largest = fmax(weight->largest, bytes);
         if (stays_on_host(call, i, bytes)) continue;
-        weight->up += weight->copied[i] = bytes;
+        weight->up += weight->copied[i] = bytes * part_sent(call, i);
     }
     weight->working = weight->units = weight->touched;
     if (call->op->work == WORK_ROWS) weigh_rows(call, weight);

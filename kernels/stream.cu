@@ -9,6 +9,8 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #ifdef __CUDACC__
 
@@ -78,7 +80,6 @@ static Status new_stream(int device, cudaStream_t handle, Stream **stream)
     (*stream)->device = device;
     (*stream)->number = next_number();
     (*stream)->slot = -1;
-    (*stream)->references = 1;
     return STATUS_OK;
 }
 
@@ -105,11 +106,47 @@ Status stream_create(int device, bool nonblocking, int priority, Stream **stream
     if (status == STATUS_OK) {
         (*stream)->ours = true;
         pthread_mutex_lock(&lock);
-        add_stream(*stream);
+        add_stream(stream_hold(*stream));
         pthread_mutex_unlock(&lock);
     }
     device_leave(device, previous);
     return status;
+}
+
+static bool is_capturing(cudaStream_t handle)
+{
+    cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+    const cudaError_t code = cudaStreamIsCapturing(handle, &capture);
+    cuda_ignore(code);
+    return code == cudaSuccess && capture == cudaStreamCaptureStatusActive;
+}
+
+/* CUDA gives a thread's per-thread default streams back when the thread ends. Where work is left on
+ * them, and memory has come from a pool, drivers (580.159 is one) hang in that for ever, and with
+ * them whoever calls CUDA next. So a thread that ends waits for its own. With the main thread the
+ * process ends, which leaves them to the driver. */
+struct PerThreadStreams {
+    uint64_t devices = 0; /* a bit for each on which this thread has used one */
+    ~PerThreadStreams()
+    {
+        if (syscall(SYS_gettid) == getpid()) return;
+        int previous;
+        for (int device = 0; device < MAX_DEVICES; device++) {
+            if (!(devices >> device & 1) || !device_try_enter(device, &previous)) continue;
+            if (!is_capturing(cudaStreamPerThread)) (void)stream_drain(cudaStreamPerThread);
+            device_leave(device, previous);
+        }
+    }
+};
+static_assert(MAX_DEVICES <= 64, "a bit for each device");
+static thread_local PerThreadStreams per_thread_streams;
+
+/* Work is queued by those who hold it, before they let go, and may be waited for before that. */
+static void note_use(Stream *stream)
+{
+    __atomic_add_fetch(&stream->uses, 1, __ATOMIC_RELAXED);
+    if (stream->handle == cudaStreamPerThread)
+        per_thread_streams.devices |= uint64_t{1} << stream->device;
 }
 
 static Stream *find_stream(int device, cudaStream_t handle)
@@ -130,12 +167,11 @@ Status stream_of_handle(int device, uintptr_t number, Owner owner, Stream **stre
     } else {
         pthread_mutex_lock(&lock);
         *stream = find_stream(device, handle);
-        if (*stream != NULL) {
-            stream_hold(*stream);
-        } else {
+        if (*stream == NULL) {
             status = new_stream(device, handle, stream);
             if (status == STATUS_OK) add_stream(*stream);
         }
+        if (status == STATUS_OK) stream_hold(*stream);
         if (status == STATUS_OK && (*stream)->owner.release == NULL && !(*stream)->ours) {
             (*stream)->owner = owner;
             owner.release = NULL;
@@ -158,32 +194,6 @@ Status stream_find_device(uintptr_t number, int *device)
     CUDA_TRY(cudaStreamIsCapturing(handle, &capture));
     if (capture == cudaStreamCaptureStatusNone) CUDA_TRY(cudaStreamGetDevice(handle, device));
     return STATUS_OK;
-}
-
-/* CUDA gives a thread's per-thread default streams back when the thread ends. Where work is left on
- * them, and memory has come from a pool, drivers (580.159 is one) hang in that for ever, and with
- * them whoever calls CUDA next. So a thread that ends waits for its own. */
-struct PerThreadStreams {
-    uint64_t devices = 0; /* a bit for each on which this thread has used one */
-    ~PerThreadStreams()
-    {
-        int previous;
-        for (int device = 0; device < MAX_DEVICES; device++) {
-            if (!(devices >> device & 1) || !device_try_enter(device, &previous)) continue;
-            (void)stream_drain(cudaStreamPerThread);
-            device_leave(device, previous);
-        }
-    }
-};
-static_assert(MAX_DEVICES <= 64, "a bit for each device");
-static thread_local PerThreadStreams per_thread_streams;
-
-/* Work is queued by those who hold it, before they let go, and may be waited for before that. */
-static void note_use(Stream *stream)
-{
-    __atomic_add_fetch(&stream->uses, 1, __ATOMIC_RELAXED);
-    if (stream->handle == cudaStreamPerThread)
-        per_thread_streams.devices |= uint64_t{1} << stream->device;
 }
 
 Stream *stream_hold(Stream *stream)
@@ -284,10 +294,7 @@ int stream_device(const Stream *stream)
 bool stream_is_capturing(const Stream *stream)
 {
     if (stream->handle == 0 || runtime_is_lost()) return false; /* it cannot be captured */
-    cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
-    cudaError_t code = cudaStreamIsCapturing(stream->handle, &capture);
-    cuda_ignore(code);
-    return code == cudaSuccess && capture == cudaStreamCaptureStatusActive;
+    return is_capturing(stream->handle);
 }
 
 bool device_is_capturing(int device)

@@ -1343,6 +1343,11 @@ void traffic_expect(Traffic *traffic, void *host, int64_t bytes)
     expect(&traffic->crew, static_cast<char *>(host), bytes);
 }
 
+void traffic_pause(Traffic *traffic)
+{
+    dismiss_workers(&traffic->crew);
+}
+
 static Status end_first_down(Traffic *traffic)
 {
     auto &down = traffic->down[traffic->ended++ % MOST_BEGUN];

@@ -70,6 +70,8 @@ Status box_bring(const Box &box, int64_t begin, int64_t end, void *device, Strea
 Status traffic_begin_down(Traffic *traffic, const Box &box, void *device, void *stream);
 /* Waits until all of what was begun last is queued. */
 Status traffic_queue_down(Traffic *traffic);
+/* Leaves the workers to others until there is something to copy again. */
+void traffic_pause(Traffic *traffic);
 /* Waits for the end of all that was begun. */
 Status traffic_end_down(Traffic *traffic);
 /* Given what the caller has failed with, if anything, of which it does not end what was begun. */

@@ -404,3 +404,13 @@ def test_paths_are_those_of_the_process(tmp_path, monkeypatch):
     monkeypatch.setenv("GPUOPS_CACHE_DIR", "here")
     _cache.store(KEY, b"data")
     assert entry_of(Path("here")).is_file()
+
+
+def test_the_current_folder_is_gone(tmp_path, monkeypatch):
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    folder.rmdir()
+    monkeypatch.setenv("GPUOPS_CACHE_DIR", "here")
+    with pytest.warns(RuntimeWarning, match="GPUOPS_CACHE_DIR=here: No such file"):
+        _cache.store(KEY, b"data")

@@ -243,3 +243,12 @@ def test_threads_call_at_once(in_any_order):
         same(gpuops.matmul(a, b, device=seed % 2, stream=stream), a @ b)
 
     run_threads([functools.partial(calls, seed) for seed in range(8)])
+
+
+def test_operands_of_any_length(fake):
+    """An array that repeats one element may have more bytes than there are addresses."""
+    gpuops = fake.gpuops
+    gpuops.to_device(np.ones(4)).to_host()  # and leaves its memory for arrays as small
+    a, b = np.broadcast_to(1.0, 1 << 50), np.broadcast_to(np.int8(1), (1 << 50, 4096))
+    with pytest.raises(MemoryError, match="out of memory on cuda:0"):
+        gpuops.matmul(a, b)

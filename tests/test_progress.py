@@ -13,6 +13,7 @@ from helpers import constant, run_child, run_threads, same
 from operators import OPERATORS, parameters_of, required_arguments
 
 PART_BYTES = 4 << 10
+DEVICE_ERROR = 999
 LOOK_SECONDS = constant("pipeline.cu", "LOOK_MICROSECONDS") / 1e6
 WITH_PROGRESS = [op for op in OPERATORS if "progress" in parameters_of(op).parameters]
 
@@ -493,3 +494,80 @@ def test_fork_in_the_middle_of_a_call(fake_device, tmp_path, name, raises):
     source = source.replace("CALL", call)
     environment = {"GPUOPS_NUM_THREADS": "3", "GPUOPS_CACHE_DIR": str(tmp_path)}
     assert run_child(fake_device.gpuops, source, **environment) == "done\n"
+
+
+def test_a_full_bar_has_its_result(fake, bars):
+    fake.fake.set_scheduler("lazy")
+    out, found = np.zeros_like(X), []
+
+    def look(bar, count):
+        if sum(bar.updates) == bar.options["total"]:
+            found.append((out == 2 * X).all())
+
+    bars.on_update = staticmethod(look)
+    fake.gpuops.add(X, X, out=out, progress=True)
+    assert found == [True]
+
+
+def test_what_is_pinned_is_let_go_when_a_bar_fails(fake, bars):
+    """Nobody waits for the work of others when it is unlocked."""
+    x = X.copy()
+    bars.on_update = staticmethod(end)
+    with fake.gpuops.pin(x):
+        with pytest.raises(Ended):
+            fake.gpuops.add(x, x, progress=True)
+        before = fake.fake.calls("cudaDeviceSynchronize")
+    assert fake.fake.calls("cudaDeviceSynchronize") == before
+
+
+def test_what_is_pinned_is_kept_while_nobody_knows_whether_all_is_over(fake):
+    """Its memory stays locked until somebody has waited for the device."""
+    x = X.copy()
+    with fake.gpuops.pin(x):
+        with (
+            fake.fake.fail(1, DEVICE_ERROR, "from then on", "cudaStreamSynchronize"),
+            pytest.raises(fake.gpuops.DeviceError),
+        ):
+            fake.gpuops.add(x, x)
+        before = fake.fake.calls("cudaDeviceSynchronize")
+    assert fake.fake.calls("cudaDeviceSynchronize") > before
+
+
+WORKERS = """
+import sys, time, types
+from pathlib import Path
+import numpy as np
+import gpuops
+from faults.fake import Fake
+
+shares = []
+
+class Bar:
+    def __init__(self, **options):
+        pass
+    def update(self, count):
+        # What part of the work on the CPU other threads do.
+        all_threads, own = time.process_time(), time.thread_time()
+        for _ in range(5):
+            gpuops.add(large, large, out=out, device="cpu")
+        own = time.thread_time() - own
+        shares.append(1 - own / (time.process_time() - all_threads))
+    def close(self):
+        pass
+
+fake = Fake(Path(gpuops.__path__[0]).with_name("cudart"))
+fake.set_memory_limit(1 << 30)
+fake.set_part_bytes(4 << 20)
+fake.set_ring_divisor(16)
+sys.modules["tqdm"], sys.modules["tqdm.auto"] = (types.ModuleType(name) for name in "ab")
+sys.modules["tqdm.auto"].tqdm = Bar
+x, large, out = (np.ones(mebi << 20, "u1") for mebi in (48, 16, 16))
+fake.slow_copies(0.02)
+gpuops.add(x, x, device="cuda:0", progress=True)
+assert len(shares) > 3
+print(max(shares[1:-1]))  # in the first and the last nothing is on its way
+"""
+
+
+def test_a_bar_finds_the_workers_free(fake):
+    assert float(run_child(fake.gpuops, WORKERS, GPUOPS_NUM_THREADS="2")) > 0.2

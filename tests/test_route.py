@@ -526,12 +526,12 @@ assert (out.to_host() == table[indices]).all()
     ],
 )
 def test_how_far_apart_the_ways_have_to_be(child, name, start, way):
-    sums = {"add": 1200, "matmul": 64**3, "gather": 100 * 76, "correlate": 64**2 * 25}
+    sums = {"add": 8192 * 12, "matmul": 64**3, "gather": 4096 * 76, "correlate": 64**2 * 25}
     unit = 1 / sums[name]
     child(f"""
 keep(slab_start={start}, **{{"{name}.start": {start}, "{name}.cpu_small": {unit}}})
 a = np.ones((64, 64), "f4")
-operands = dict(add=(x[:100],) * 2, matmul=(a, a), gather=(x[:100], np.zeros(100, "i8")),
+operands = dict(add=(x[:8192],) * 2, matmul=(a, a), gather=(x[:100], np.zeros(4096, "i8")),
                 correlate=(a, np.ones((5, 5))))["{name}"]
 found = gpuops.explain("{name}", *operands, device="auto")
 cpu, cuda = found.candidates
@@ -541,6 +541,85 @@ assert cuda.seconds < cpu.seconds and found.chosen.way == "{way}"
 
 
 # The choice.
+
+
+def test_little_work_is_explained_as_it_is_done(child):
+    child("""
+keep(**{"integer_factor": 1e6, "matmul.cpu_small": 1e-10, "matmul.start": 1e-5})
+for side in (20, 24, 28, 32, 64):
+    a = np.ones((side, side), "i4")
+    way = gpuops.explain("matmul", a, a, device="auto").chosen.way
+    gpuops.matmul(a, a, device="auto")
+    assert gpuops.last_route().way == way == ("cuda" if side > 32 else "cpu"), side
+""")
+
+
+def test_a_stream_asks_for_the_gpu(child):
+    child("""
+keep(up_small=1e-6, up_middle=1e-6, up_large=1e-6, up_far=1e-6)
+stream = gpuops.Stream()
+assert gpuops.explain("add", x, x, device="auto").chosen.way == "cpu"
+assert gpuops.explain("add", x, x, device="auto", stream=stream).chosen.way == "cuda"
+for device in ("auto", None):
+    with gpuops.device("auto"):
+        assert (gpuops.add(x, x, device=device, stream=stream) == 2 * x).all()
+    assert gpuops.last_route().way == "cuda"
+""")
+
+
+def test_bytes_are_those_that_go_up(child):
+    """Of a table whose rows share memory its memory, and of one of which nothing is taken none."""
+    child("""
+keep()
+table, few = np.ones(1 << 20, "f4"), np.arange(100)
+none = few[:0]
+repeated = np.broadcast_to(table[:1000], (10_000, 1000))
+windows = np.lib.stride_tricks.sliding_window_view(table[:5000], 999)
+for up, call in [
+    (0, ("gather", table, none)),
+    (0, ("take", table, none)),
+    (4000 + few.nbytes, ("gather", repeated, few)),
+    (20_000 + few.nbytes, ("gather", windows, few)),
+    (table.nbytes * 3, ("add", table, table.astype("f8"))),
+    (table.nbytes * 5 // 2, ("multiply", table.astype("f8"), table.astype("f2"))),
+]:
+    assert gpuops.explain(*call, device="cuda").chosen.bytes_up == up, call[0]
+    getattr(gpuops, call[0])(*call[1:], device="cuda")
+    assert gpuops.last_route().bytes_up == up, call[0]
+""")
+
+
+def test_a_product_that_raises_is_noted(child):
+    child("""
+a = np.full((64, 64), 1e38, "f4")
+gpuops.add(a, a, device="cpu")
+with np.errstate(all="raise"):
+    try:
+        gpuops.matmul(a, a, device="cpu")
+        assert False
+    except FloatingPointError:
+        pass
+assert gpuops.last_route().operator == "matmul"
+""")
+
+
+def test_a_cache_that_cannot_be_written(child):
+    """Also where warnings are errors, it is no reason to measure in vain."""
+    child("""
+import warnings
+warnings.simplefilter("error")
+measured = []
+calibration._core._measure_rates = lambda ordinal, work: measured.append(work) or dict(rates)
+calibration.come_to_rest = lambda *given: True
+
+def write(*given):
+    raise OSError(28, "No space left on device")
+
+cache._write = write
+gpuops.gather(x, np.arange(1 << 16), device="auto")
+assert measured == ["elements", "rows"], measured
+assert gpuops.last_route().expected_seconds > 0
+""")
 
 
 def test_the_faster_way_is_taken(child):

@@ -12,7 +12,7 @@ import weakref
 
 import numpy as np
 import pytest
-from helpers import filled_array, keep_busy, run_child, same
+from helpers import filled_array, join_in_full, keep_busy, run_child, same
 
 SCHEDULERS = [("now", 0), ("lazy", 0), ("shuffled", 1), ("shuffled", 2), ("shuffled", 3)]
 
@@ -783,6 +783,52 @@ print("done")
 def test_a_thread_ends_while_its_per_thread_stream_is_at_work(gpu):
     """In a process that has not done much yet: there, drivers hang if nobody waits for it."""
     assert run_child(gpu.gpuops, THREADS_THAT_END, GPUOPS_DEVICE=gpu.default) == "done\n"
+
+
+THREAD_WITH_WORK = """
+import threading
+from pathlib import Path
+import gpuops
+from faults.fake import Fake
+from helpers import join_in_full
+
+class Foreign:
+    def __cuda_stream__(self):
+        return 0, 2
+
+fake = Fake(Path(gpuops.__path__[0]).with_name("cudart"))
+streams = []
+
+def work(seconds):
+    streams.append(gpuops.Stream.from_external(Foreign()))
+    fake.take_time(streams[0].ptr, seconds)
+"""
+LATE = {"GPUOPS_DEVICE": "cuda:0", "GPUOPS_FAKE_SCHEDULER": "lazy"}
+
+
+def test_a_thread_that_has_only_named_its_per_thread_stream(fake):
+    """Others may have given it work."""
+    source = """
+thread = threading.Thread(target=work, args=(0.2,))
+thread.start()
+join_in_full(thread)
+"""
+    run_child(fake.gpuops, THREAD_WITH_WORK + source, **LATE)
+
+
+def test_the_main_thread_leaves_its_work_to_the_driver(fake):
+    run_child(fake.gpuops, THREAD_WITH_WORK + "work(1000)", timeout=40, **LATE)
+
+
+def test_a_thread_ends_whose_per_thread_stream_is_captured(gpuops, capture):
+    per_thread, captured = gpuops.Stream.from_external(Foreign((0, 2))), gpuops.Stream()
+
+    begin = gpuops.Event()
+    with capture(captured):
+        begin.record(captured)
+        thread = threading.Thread(target=begin.wait, args=(per_thread,))
+        thread.start()
+        join_in_full(thread)
 
 
 def test_nothing_waits_that_need_not(gpuops, gpu):

@@ -341,11 +341,9 @@ static void end_of_thread(void *thread)
         if (stream->kind != PER_THREAD || stream->thread != thread) continue;
         stream->thread = NULL; /* another thread may come to have this address */
         stream->destroyed = true;
-        if (!stream->first) {
-            forget(stream);
-        } else {
+        if (stream->first && !stream->capture)
             misuse("a thread has ended before the work on its per-thread default stream");
-        }
+        if (!stream->first) forget(stream);
     }
 }
 
