@@ -13,6 +13,7 @@ from operators import ROOT
 WAYS = ["whole", "range", "windows", "in place", "on the host"]
 MEBI = 1 << 20
 GIBI = 1 << 30
+BUFFERS = 2  # for windows, of which one is filled while the one before is read
 
 
 class Rates(ctypes.Structure):
@@ -273,3 +274,46 @@ def test_more_room_makes_no_other_way_better_than_those_that_need_none(library, 
             less = {**given, "table_bytes": lying if lying <= room else packed, "room_bytes": room}
             assert library.gather_way(case_of(library, **less)).way == way, less
     assert found or not where["result_on_device"]
+
+
+def test_a_small_table_of_which_no_window_has_room_is_gathered_on_the_host(way_of):
+    least = constant("GATHER_LEAST_CHOICE_BYTES")
+    given = {"table_bytes": least, "place_bytes": least, "rows": 10, "result_on_device": True}
+    assert way_of(**given, room_bytes=least - 1) == ("on the host", 10 << 10)
+
+
+def seconds_of(library, way, **given):
+    case = case_of(library, **given)
+    return library.gather_seconds(ctypes.byref(case), WAYS.index(way))
+
+
+def test_windows_take_a_look_at_all_rows_each(library):
+    windows = BUFFERS * GIBI / MEBI
+    each = constant("SECONDS_PER_WINDOW")
+    looked_at = 1e9 / constant("ROWS_LOOKED_AT_PER_SECOND")
+    for rows, expected in [(0, each), (10**9, each + looked_at)]:
+        found = seconds_of(library, "windows", rows=rows, room_bytes=MEBI, is_reachable=True)
+        assert math.isclose(found, windows * expected)
+
+
+def test_windows_take_no_less_than_the_way_up(library):
+    given = {"rows": 1, "room_bytes": GIBI // 2}
+    assert seconds_of(library, "windows", **given) == seconds_of(library, "whole", **given)
+
+
+def test_indices_on_the_device_are_fetched(library):
+    given = {"rows": 1 << 20, "index_bytes": 8 * MEBI}
+    there = seconds_of(library, "on the host", indices_on_device=True, **given)
+    rates = case_of(library).rates
+    fetched = constant("SECONDS_TO_FETCH") + 8 * MEBI * rates.byte_up
+    assert math.isclose(there, fetched + seconds_of(library, "on the host", **given))
+
+
+def test_rows_gathered_at_once_take_the_way_up(library):
+    rates = Rates(byte_up=1e-10, byte_copied_up=1e-10, host_row=0, host_byte=0)
+    assert math.isclose(seconds_of(library, "on the host", rates=rates), GIBI * 1e-10)
+
+
+def test_no_more_threads_gather_than_is_of_use(library):
+    few, many = (case_of(library, threads=n).rates for n in (constant("MOST_GATHERING"), 1000))
+    assert (few.host_row, few.host_byte) == (many.host_row, many.host_byte)

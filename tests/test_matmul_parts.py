@@ -4,7 +4,7 @@ import functools
 
 import numpy as np
 import pytest
-from helpers import constant, filled_array, run_threads, same
+from helpers import constant, filled_array, launches, run_threads, same
 
 PART_BYTES = 16 << 10
 LEAST_PANEL = constant("matmul_parts.cu", "LEAST_PANEL")
@@ -252,3 +252,14 @@ def test_operands_of_any_length(fake):
     a, b = np.broadcast_to(1.0, 1 << 50), np.broadcast_to(np.int8(1), (1 << 50, 4096))
     with pytest.raises(MemoryError, match="out of memory on cuda:0"):
         gpuops.matmul(a, b)
+
+
+def test_a_transposed_operand_goes_up_as_it_lies(fake):
+    """It is not turned on the way, for which each part would launch one more kernel."""
+    depth = constant("transfer.cu", "LEAST_TURNED_BYTES") // LEAST_PANEL + 1
+    a = filled_array((3 * LEAST_PANEL, depth), "u1")
+    b = filled_array((depth, 1), "u1", 1)
+    launched, expected = launches(fake, lambda: fake.gpuops.matmul(a, b))
+    turned, result = launches(fake, lambda: fake.gpuops.matmul(np.asfortranarray(a), b))
+    assert turned == launched
+    same(result, expected)
