@@ -548,20 +548,21 @@ class Bar:
     def update(self, count):
         # What part of the work on the CPU other threads do.
         all_threads, own = time.process_time(), time.thread_time()
-        for _ in range(5):
-            gpuops.add(large, large, out=out, device="cpu")
+        for _ in range(3):
+            gpuops.sigmoid(large, out=out, device="cpu")
         own = time.thread_time() - own
         shares.append(1 - own / (time.process_time() - all_threads))
     def close(self):
         pass
 
 fake = Fake(Path(gpuops.__path__[0]).with_name("cudart"))
-fake.set_memory_limit(1 << 30)
-fake.set_part_bytes(4 << 20)
-fake.set_ring_divisor(16)
+fake.set_memory_limit(1 << 28)
+fake.set_part_bytes(1 << 20)
+fake.set_ring_divisor(32)
 sys.modules["tqdm"], sys.modules["tqdm.auto"] = (types.ModuleType(name) for name in "ab")
 sys.modules["tqdm.auto"].tqdm = Bar
-x, large, out = (np.ones(mebi << 20, "u1") for mebi in (48, 16, 16))
+x = np.ones(8 << 20, "u1")
+large, out = np.ones((2, 4 << 20), "f4")
 fake.slow_copies(0.02)
 gpuops.add(x, x, device="cuda:0", progress=True)
 assert len(shares) > 3
