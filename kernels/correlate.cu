@@ -15,8 +15,8 @@
 #include <stdlib.h>
 
 #ifdef __CUDACC__
-static Status run_correlate_in_parts(Call *call, bool *done);
-static Status run_convolve_in_parts(Call *call, bool *done);
+static Status run_correlate_in_parts(Call *call, bool any, bool *done);
+static Status run_convolve_in_parts(Call *call, bool any, bool *done);
 #endif
 
 /* Plans: what the caller can get wrong, and the shape of the result. */
@@ -237,9 +237,9 @@ static Status run(Call *call, bool flipped)
 }
 
 #ifdef __CUDACC__
-static Status run_in_parts(Call *call, bool flipped, bool *done)
+static Status run_in_parts(Call *call, bool flipped, bool any, bool *done)
 {
-    *done = has_filter_parts(call);
+    *done = has_filter_parts(call, any);
     if (!*done) return STATUS_OK;
     const Filter filter = describe(call, flipped);
     return with_weights(call, filter, [&](const double *weights) {
@@ -247,14 +247,14 @@ static Status run_in_parts(Call *call, bool flipped, bool *done)
     });
 }
 
-static Status run_correlate_in_parts(Call *call, bool *done)
+static Status run_correlate_in_parts(Call *call, bool any, bool *done)
 {
-    return run_in_parts(call, false, done);
+    return run_in_parts(call, false, any, done);
 }
 
-static Status run_convolve_in_parts(Call *call, bool *done)
+static Status run_convolve_in_parts(Call *call, bool any, bool *done)
 {
-    return run_in_parts(call, true, done);
+    return run_in_parts(call, true, any, done);
 }
 #endif
 

@@ -227,7 +227,7 @@ Status correlate_on_device(Call *call, const Filter &filter, const double *weigh
 
 /* correlate_parts.cu: whether a call is between images on the host so large that they are filtered
  * in parts; and that. */
-bool has_filter_parts(const Call *call);
+bool has_filter_parts(const Call *call, bool any);
 Status correlate_in_parts(Call *call, const Filter &filter, const double *weights);
 
 #endif

@@ -169,10 +169,11 @@ static int64_t wider_item(const Call *call)
     return in > out ? in : out;
 }
 
-bool has_filter_parts(const Call *call)
+bool has_filter_parts(const Call *call, bool any)
 {
     const View *out = &call->out;
-    if (out->ndim < 2 || !is_worth_parts(view_items(out) * wider_item(call))) return false;
+    if (out->ndim < 2) return false;
+    if (!any && !is_worth_parts(view_items(out) * wider_item(call))) return false;
     /* A single row is not cut. */
     return view_items(out) > out->shape[out->ndim - 1] && has_separate_parts(call);
 }

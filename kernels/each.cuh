@@ -45,7 +45,7 @@ void each_casts(const Call *call, EachLoops *loops);
 Status plan_each(Call *call, Dtype compute);
 /* each_parts.cu: between large arrays on the host. Sets *done to false, and does nothing, where the
  * call is not for it. */
-Status run_each_in_parts(Call *call, bool *done);
+Status run_each_in_parts(Call *call, bool any, bool *done);
 /* For the plan of an operator that does not compute in the dtype of its operands. */
 Status fail_dtype(const Call *call, const char *expected);
 

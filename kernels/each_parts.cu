@@ -86,10 +86,10 @@ static bool shrink(Parts *given)
     return true;
 }
 
-Status run_each_in_parts(Call *call, bool *done)
+Status run_each_in_parts(Call *call, bool any, bool *done)
 {
     const int64_t item_bytes = call->out.item_bytes, bytes = view_items(&call->out) * item_bytes;
-    *done = is_worth_parts(bytes) && has_separate_parts(call);
+    *done = (any || is_worth_parts(bytes)) && has_separate_parts(call);
     if (!*done) return STATUS_OK;
     EachParts each;
     parts_open(&each, call);

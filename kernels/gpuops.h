@@ -277,9 +277,9 @@ typedef struct Call {
     bool elementwise;     /* out may be one of the inputs, and of any strides; it is converted from
                            * compute; inputs of one element stay on the host if they are there */
     bool own_transfer;    /* it takes arrays on the host to the GPU itself */
-    /* Between large arrays on the host, or NULL. Sets *done to false, and does nothing, where the
-     * call is not for it. */
-    Status (*run_in_parts)(struct Call *call, bool *done);
+    /* Between arrays on the host, large ones or, because there is no room for them as a whole, any;
+     * or NULL. Sets *done to false, and does nothing, where the call is not for it. */
+    Status (*run_in_parts)(struct Call *call, bool any, bool *done);
     double operations; /* of rows: how many; of sums: multiplications; else 0 */
 } Call;
 
@@ -393,6 +393,9 @@ bool memory_try_release(Memory *memory); /* true: that was done, without either 
 /* The same for somebody who has let work on it be queued on a stream. Gives back that too. */
 void memory_release_after(Memory *memory, Stream *stream);
 Status memory_info(int device, MemoryInfo *info);
+/* Whether so many bytes can be allocated, for all that is known: within the limit, and of what the
+ * driver said at most so many microseconds ago, unless there would be no room for them by that. */
+bool memory_has_room(int device, int64_t bytes, int64_t oldest);
 Status memory_empty_cache(int device); /* gives back all that no array uses */
 Status memory_set_limit(int device, int64_t bytes);
 /* Whether an address is memory of that device; STATUS_VALUE_ERROR says what it is instead. */

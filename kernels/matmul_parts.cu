@@ -235,19 +235,22 @@ static void choose_panels(ProductParts *parts)
     longer->most = smaller(longer->most / PANEL_GRAIN * PANEL_GRAIN, longer->extent);
 }
 
+static bool is_empty(const Call *call)
+{
+    return view_items(&call->out) == 0 || call->inputs[0].shape[call->inputs[0].ndim - 1] == 0;
+}
+
 static bool is_large(const Call *call)
 {
-    if (view_items(&call->out) == 0 || call->inputs[0].shape[call->inputs[0].ndim - 1] == 0)
-        return false;
     for (int k = 0; k <= 2; k++)
         if (is_worth_parts(view_items(operand_of(call, k)) * call->out.item_bytes)) return true;
     return false;
 }
 
-Status run_matmul_in_parts(Call *call, bool *done)
+Status run_matmul_in_parts(Call *call, bool any, bool *done)
 {
     *done = false;
-    if (!is_large(call) || !has_separate_parts(call)) return STATUS_OK;
+    if (is_empty(call) || !(any || is_large(call)) || !has_separate_parts(call)) return STATUS_OK;
     ProductParts parts;
     parts_open(&parts, call);
     parts.piece_of = piece_of;
@@ -257,7 +260,7 @@ Status run_matmul_in_parts(Call *call, bool *done)
     describe(&parts);
     choose_panels(&parts);
     plan_parts(&parts);
-    *done = parts.count > 1;
+    *done = any || parts.count > 1;
     return *done ? run_parts(&parts) : STATUS_OK;
 }
 

@@ -46,6 +46,8 @@ static struct {
     cudaMemPool_t pool;
     int64_t used, stored, peak;
     int64_t limit; /* 0: none, else one more than the bytes */
+    /* What could be used in all, when the driver was asked last; 0: it was not. */
+    int64_t reach, asked_at;
 } devices[MAX_DEVICES];
 
 /* Nobody holds these any more, but work that uses them may not be over. The oldest comes first. */
@@ -722,6 +724,35 @@ Status memory_info(int device, MemoryInfo *info)
     return status;
 }
 
+static bool has_known_room(int device, int64_t bytes, int64_t since)
+{
+    pthread_mutex_lock(&lock);
+    const auto &known = devices[device];
+    const bool is_new = known.asked_at > since;
+    int64_t room = known.reach - known.used;
+    if (known.limit > 0) room = smaller(room, known.limit - 1 - known.used);
+    pthread_mutex_unlock(&lock);
+    return is_new && bytes <= room;
+}
+
+bool memory_has_room(int device, int64_t bytes, int64_t oldest)
+{
+    const int64_t now = microseconds();
+    if (has_known_room(device, bytes, now - oldest)) return true;
+    int previous;
+    int64_t room = 0;
+    if (device_enter(device, &previous) != STATUS_OK) return false;
+    settle(ALL);
+    const Status status = device_memory_room(device, &room);
+    device_leave(device, previous);
+    if (status != STATUS_OK) return false;
+    pthread_mutex_lock(&lock);
+    devices[device].reach = devices[device].used + room;
+    devices[device].asked_at = now;
+    pthread_mutex_unlock(&lock);
+    return bytes <= room;
+}
+
 Status memory_empty_cache(int device)
 {
     int previous;
@@ -834,6 +865,11 @@ void memory_release_after(Memory *, Stream *) {}
 Status memory_info(int, MemoryInfo *)
 {
     return none();
+}
+
+bool memory_has_room(int, int64_t, int64_t)
+{
+    return false;
 }
 
 Status memory_empty_cache(int)

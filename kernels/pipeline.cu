@@ -304,11 +304,16 @@ static Status send_up(Pipeline *pipeline, int64_t number)
     return status;
 }
 
+/* Some of the results are where the caller sees them. */
+static bool is_seen(const Pipeline *pipeline)
+{
+    return pipeline->is_written && !pipeline->parts->call->out_is_fresh;
+}
+
 /* Results that have been written already are what only an error of the device may leave. */
 static Status as_late_failure(const Pipeline *pipeline, Status status)
 {
-    const bool is_seen = pipeline->is_written && !pipeline->parts->call->out_is_fresh;
-    if (status != STATUS_MEMORY_ERROR || !is_seen) return status;
+    if (status != STATUS_MEMORY_ERROR || !is_seen(pipeline)) return status;
     const Failure failure = *last_failure();
     char text[sizeof failure.text];
     snprintf(text, sizeof text, "%s (%d) with some of the results written: %.512s",
@@ -492,7 +497,7 @@ static Status try_parts(Parts *parts, bool *again, bool *is_over)
     pipeline.has_room = true;
     Status status = open_pipeline(&pipeline);
     if (status == STATUS_OK) status = run_all(&pipeline);
-    *again = status == STATUS_MEMORY_ERROR && !pipeline.is_written;
+    *again = status == STATUS_MEMORY_ERROR && !is_seen(&pipeline);
     return close_pipeline(&pipeline, status, is_over);
 }
 

@@ -54,8 +54,13 @@ static const double LARGE_BYTES = 16 << 20;
 static const double DOUBT[WORK_KINDS] = {
     [WORK_ELEMENTS] = 1.05, [WORK_ROWS] = 1, [WORK_PRODUCTS] = 1.15, [WORK_FILTERS] = 1.05};
 
-/* Below this, nobody asks whether there is room on the GPU. */
+/* To ask a GPU for room takes as long as a small call: for less than this, what it said of late
+ * counts. */
 static const double ROOM_BYTES = 64 << 20;
+enum { ROOM_MICROSECONDS = 100000 };
+
+/* What a call takes in the smallest parts, and a product, of which cuBLASLt may want as much. */
+static const double PARTS_BYTES = 32 << 20, PRODUCT_PARTS_BYTES = 64 << 20;
 
 /* What a call consists of. Bytes are those of the dtype that is computed in. */
 typedef struct Weight {
@@ -649,17 +654,28 @@ static void add_candidate(const Call *call, const Weight *weight, const double *
     estimate(call, weight, rates, candidate);
 }
 
-/* Some go in parts; what others need beside the operands and the result is less than these again.
- */
+/* Sums of a product, and lines of an image, are whole in each part: two parts of each operand are on
+ * the device, and of an image also the lines beside one. */
+static double bytes_in_parts(const Call *call)
+{
+    const View *x = &call->inputs[0], *y = &call->inputs[1];
+    if (!has_sums(call)) return PARTS_BYTES;
+    const double item_bytes = fmax((double)x->item_bytes, (double)call->out.item_bytes);
+    const double line = x->ndim > 0 ? item_bytes * (double)x->shape[x->ndim - 1] : 0;
+    const bool is_image = call->op->work == WORK_FILTERS;
+    const double lines = is_image ? 2 * (1 + view_count(y, 0, y->ndim - 1)) : 4;
+    return fmax(lines * line, is_image ? PARTS_BYTES : PRODUCT_PARTS_BYTES);
+}
+
+/* What a call needs beside the operands and the result is less than these again. gather makes do
+ * with what there is. */
 static bool has_room(const Call *call, int device, const Candidate *candidate)
 {
-    MemoryInfo info;
-    const double bytes = (double)candidate->bytes_up + (double)candidate->bytes_down;
-    if (bytes <= ROOM_BYTES || call->run_in_parts != NULL || call->own_transfer) return true;
-    if (memory_info(device, &info) != STATUS_OK) return false;
-    int64_t room = info.available + info.reserved - info.used;
-    if (info.limit >= 0 && info.limit - info.used < room) room = info.limit - info.used;
-    return 2 * bytes <= (double)room;
+    if (call->own_transfer) return true;
+    double bytes = 2 * ((double)candidate->bytes_up + (double)candidate->bytes_down);
+    if (call->run_in_parts != NULL) bytes = fmin(bytes, bytes_in_parts(call));
+    return memory_has_room(device, (int64_t)fmin(bytes, 9e18),
+                           bytes > 2 * ROOM_BYTES ? 0 : ROOM_MICROSECONDS);
 }
 
 static const char *pick(const Call *call, Route *route)

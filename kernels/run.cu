@@ -25,12 +25,15 @@ Status await_named_stream(const Call *call)
     return call->stream == NULL ? STATUS_OK : stream_await(call->stream, call->watch);
 }
 
+static bool is_for_host(const Call *call, int i)
+{
+    return call->host_inputs >> i & 1 || (call->elementwise && view_items(&call->inputs[i]) == 1);
+}
+
 static bool stays_on_host(const Call *call, int i)
 {
     const View *input = &call->inputs[i];
-    if (input->device != DEVICE_CPU) return false;
-    if (is_to_be_cast(call, input, i)) return false;
-    return call->host_inputs >> i & 1 || (call->elementwise && view_items(input) == 1);
+    return input->device == DEVICE_CPU && !is_to_be_cast(call, input, i) && is_for_host(call, i);
 }
 
 /* Fresh memory for the elements of a view in the dtype that is computed in. */
@@ -169,13 +172,16 @@ static Status run_in_order(Call *call)
 }
 
 /* Between arrays on the host: the operator runs as it does between arrays on the device, and the
- * result comes back once no kernel has found a bad index. */
-static Status run_through_device(Call *call)
+ * result comes back once no kernel has found a bad index. *has_room becomes false where memory does
+ * not suffice for that, and nothing has come back. */
+static Status run_through_device(Call *call, bool *has_room)
 {
-    View out;
+    View inputs[GPUOPS_MAX_INPUTS], out;
+    for (int i = 0; i < call->input_count; i++) view_copy(&inputs[i], &call->inputs[i]);
     view_copy(&out, &call->out);
     Status status = call->in_place ? pack_on_device(&out, call->stream, &call->out)
                                    : new_view(&out, call->stream, &call->out);
+    *has_room = status != STATUS_MEMORY_ERROR;
     if (status != STATUS_OK) return status;
     call->slot = slot_take(call->device);
     status = run_in_order(call);
@@ -185,14 +191,17 @@ static Status run_through_device(Call *call)
     if (status == STATUS_OK) status = slot_check(call->stream, call->slot, false);
     slot_give(call->device, call->slot, status != STATUS_OK);
     call->slot = -1;
+    *has_room = status != STATUS_MEMORY_ERROR;
     if (status == STATUS_OK) status = copy_view(&out, &call->out, call->stream, NULL);
     memory_release(call->out.memory);
+    for (int i = 0; i < call->input_count; i++) view_copy(&call->inputs[i], &inputs[i]);
     view_copy(&call->out, &out);
     return status;
 }
 
 /* How much of a slab the operands of a call take; 0: it is not for one. In place the kernels would
- * need atomic operations on memory of the host. */
+ * need atomic operations on memory of the host. Whoever chooses where to work asks before operands
+ * are cast on the host. */
 static int64_t bytes_in_slab(const Call *call)
 {
     if (call->in_place || (call->elementwise && call->out.dtype != call->compute)) return 0;
@@ -200,9 +209,12 @@ static int64_t bytes_in_slab(const Call *call)
     for (int i = 0; i < call->input_count; i++) {
         View input;
         view_copy(&input, &call->inputs[i]);
-        if (input.device != DEVICE_CPU || is_to_be_cast(call, &input, i)) return 0;
+        const bool casts = is_to_be_cast(call, &input, i);
+        if (input.device != DEVICE_CPU || (casts && input_is_cast_at_work(call, i))) return 0;
+        if (is_for_host(call, i)) continue;
         leave_out_repeats(call, &input);
-        if (!stays_on_host(call, i)) bytes += slab_room(view_items(&input) * input.item_bytes);
+        const int64_t item_bytes = casts ? dtype_bytes(call->compute) : input.item_bytes;
+        bytes += slab_room(view_items(&input) * item_bytes);
     }
     return bytes;
 }
@@ -254,13 +266,18 @@ static Status run_in_slab(Call *call, Slab *slab)
 
 static Status run_between_host_arrays(Call *call)
 {
-    bool done = false;
-    Status status = call->run_in_parts != NULL ? call->run_in_parts(call, &done) : STATUS_OK;
+    bool done = false, has_room;
+    Status status = STATUS_OK;
+    if (call->run_in_parts != NULL) status = call->run_in_parts(call, false, &done);
     if (status != STATUS_OK || done) return status;
     Slab *slab;
     status = slab_take(call->device, bytes_in_slab(call), &slab);
     if (status != STATUS_OK) return status;
-    return slab != NULL ? run_in_slab(call, slab) : run_through_device(call);
+    if (slab != NULL) return run_in_slab(call, slab);
+    status = run_through_device(call, &has_room);
+    if (has_room || call->run_in_parts == NULL) return status;
+    const Status in_parts = call->run_in_parts(call, true, &done);
+    return done ? in_parts : status;
 }
 
 /* Between arrays on the host: a wait for the stream, even one after a failure, would spoil it. */

@@ -387,6 +387,52 @@ def test_limit_of_memory(fake):
         gpuops.memory_limit(None, device=0)
 
 
+# Calls too small for parts, whose operands are not broadcast, and too large for a slab.
+WHOLE = {
+    "add": lambda: (numbers(LARGEST_WHOLE), numbers(LARGEST_WHOLE, 1)),
+    "multiply": lambda: (numbers(LARGEST_WHOLE // 4).astype("f2"), numbers(LARGEST_WHOLE // 4)),
+    "saxpy": lambda: (3.0, *np.ones((2, LARGEST_WHOLE // 4), "f4")),
+    "sigmoid": lambda: (np.linspace(-9, 9, LARGEST_WHOLE // 4, dtype="f4"),),
+    "sigmoid_backward": lambda: tuple(np.full((2, LARGEST_WHOLE // 8), 0.25)),
+    "matmul": lambda: (numbers(LARGEST_WHOLE).reshape(-1, 64), numbers(64 * 40, 1).reshape(64, 40)),
+    "correlate": lambda: (numbers(LARGEST_WHOLE).reshape(-1, 512), np.ones((5, 3))),
+    "convolve": lambda: (numbers(LARGEST_WHOLE).reshape(-1, 64, 64), np.ones((3, 3))),
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_no_room_for_a_small_call_as_a_whole(in_any_order, name):
+    """It goes in parts as well then, as a large one does; and without any room, out stays."""
+    fake, gpuops, arguments = in_any_order.fake, in_any_order.gpuops, WHOLE[name]()
+    operator = functools.partial(getattr(gpuops, name), *arguments)
+    out_of = {"correlate": "output", "convolve": "output"}.get(name, "out")
+    whole, expected = launches(in_any_order, operator)
+    needed = expected.nbytes + sum(np.asarray(x).nbytes for x in arguments if np.ndim(x) > 0)
+    out = np.empty_like(expected)
+    for options in ({}, {out_of: out}):
+        gpuops.empty_cache(0)
+        fake.leave_free(needed * 3 // 4)
+        made, result = launches(in_any_order, functools.partial(operator, **options))
+        same(out if options else result, expected)
+        assert made > whole
+    gpuops.empty_cache(0)
+    fake.leave_free(1000)
+    out[...] = 7
+    with pytest.raises(MemoryError, match="out of memory on cuda:0"):
+        operator(**{out_of: out})
+    assert (out == 7).all()
+
+
+def test_no_room_for_what_is_not_cut(fake):
+    """Then it is as for the call as a whole that memory does not suffice."""
+    line, out = numbers(LARGEST_WHOLE), np.full(LARGEST_WHOLE, 7, np.uint8)
+    fake.gpuops.empty_cache(0)
+    fake.fake.leave_free(LARGEST_WHOLE * 3 // 2)
+    with pytest.raises(MemoryError, match=f" {LARGEST_WHOLE} bytes were asked for"):
+        fake.gpuops.correlate(line, [1, 2, 1], output=out)
+    assert (out == 7).all()
+
+
 @pytest.mark.parametrize("mode", ["once", "from then on"])
 @pytest.mark.parametrize(
     ("function", "number"),

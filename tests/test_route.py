@@ -741,6 +741,125 @@ assert "no room" in gpuops.explain("scatter", x, i, 2, device="auto").reason
 """)
 
 
+ROOMLESS = """
+fake.set_memory_limit(int(os.environ["MIB"]) << 20)
+on_gpu = {f"{o.name}.cpu_{size}": 1.0 for o in OPERATORS for size in ("small", "large", "far")}
+keep(**on_gpu)
+def taken(name, *arguments):
+    told = gpuops.explain(name, *arguments, device="auto")
+    getattr(gpuops, name)(*arguments, device="auto")
+    assert gpuops.last_route().way == told.chosen.way
+    assert ("no room" in told.reason) is (told.chosen.way == "cpu"), told.reason
+    return told.chosen.way
+"""
+
+
+@pytest.mark.parametrize(
+    ("mib", "way", "way_of_products"),
+    [(30, "cpu", "cpu"), (48, "cuda", "cpu"), (70, "cuda", "cuda")],
+)
+def test_what_goes_in_parts_has_room_where_these_have(child, mib, way, way_of_products):
+    child(
+        ROOMLESS
+        + """
+x, way, way_of_products = np.ones(8 << 20, "f4"), os.environ["WAY"], os.environ["WAY_OF_PRODUCTS"]
+assert taken("add", x, x) == taken("sigmoid", x) == way
+assert taken("correlate", x.reshape(-1, 1024), np.ones((3, 3))) == way
+assert taken("matmul", x.reshape(-1, 64), np.ones((64, 8), "f4")) == way_of_products
+""",
+        MIB=str(mib),
+        WAY=way,
+        WAY_OF_PRODUCTS=way_of_products,
+    )
+
+
+def test_lines_and_sums_that_are_not_cut_need_room(child):
+    """The CPU takes them where there is none for several, as gather takes all that there is."""
+    child(
+        ROOMLESS
+        + """
+line = np.ones(6 << 20, "f4")
+assert taken("correlate", line.reshape(16, -1), np.ones((3, 3))) == "cuda"
+assert taken("correlate", line.reshape(2, -1), np.ones((3, 3))) == "cpu"
+assert taken("matmul", line.reshape(4, -1), np.ones((3 << 19, 1), "f4")) == "cuda"
+assert taken("matmul", line.reshape(1, -1), np.ones((6 << 20, 1), "f4")) == "cpu"
+assert taken("gather", np.ones(30 << 20, "f4"), np.arange(5000)) == "cuda"
+""",
+        MIB="80",
+    )
+
+
+@pytest.mark.parametrize("name", ["scatter", "scatter_add", "add", "matmul", "correlate"])
+def test_a_limit_leaves_small_calls_to_the_cpu(child, name):
+    """At once, without asking the device; and so it does when more of the limit is in use."""
+    child(
+        ROOMLESS
+        + f"""
+name = {name!r}
+x, i = np.ones((512, 1024), "f4"), np.arange(5000)
+arguments = {{"scatter": (x.ravel(), i, 2), "scatter_add": (x.ravel(), i, 2), "add": (x, x)}}.get(
+    name, (x, x.T.copy() if name == "matmul" else np.ones((3, 3))))
+assert taken(name, *arguments) == "cuda"
+def asks():
+    before = fake.calls("cudaMemGetInfo")
+    assert taken(name, *arguments) == "cuda"
+    return fake.calls("cudaMemGetInfo") > before
+assert name == "matmul" or not all(asks() for _ in range(20))  # of some in a tenth of a second
+gpuops.memory_limit(1 << 20)
+assert taken(name, *arguments) == "cpu"
+gpuops.memory_limit(40 << 20)
+assert taken(name, *arguments) == "cuda"
+array = gpuops.empty(38 << 20, "u1", device="cuda")
+assert taken(name, *arguments) == "cpu"
+del array
+assert taken(name, *arguments) == "cuda"
+""",
+        MIB="64",
+    )
+
+
+def test_what_others_take_of_a_device_is_seen_before_long(child):
+    """Small calls do not ask each time: that takes longer than they do."""
+    child(
+        ROOMLESS
+        + """
+x, i = np.ones(1 << 19, "f4"), np.arange(5000)
+assert taken("scatter", x, i, 2) == "cuda"
+gpuops.empty_cache()
+fake.leave_free(1 << 20)
+time.sleep(0.15)
+assert taken("scatter", x, i, 2) == "cpu"
+fake.leave_free(60 << 20)
+assert taken("scatter", x, i, 2) == "cuda"
+""",
+        MIB="64",
+    )
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        '"saxpy", 2.0, x, x',
+        '"add", x, 2',
+        '"add", np.arange(1000), x',
+        '"sigmoid", np.arange(10)',
+        '"matmul", np.ones((9, 9), "i2"), np.ones((9, 9), "f4")',
+        '"multiply", x.astype("f2"), x',
+    ],
+)
+def test_what_is_cast_on_the_host_is_expected_to_take_as_long_as_it_does(child, call):
+    """explain sees operands before they are cast, and the work begins after that."""
+    child(f"""
+keep(slab_start=2e-6)
+x = np.ones(1000, "f4")
+name, *arguments = {call}
+found = gpuops.explain(name, *arguments, device="cuda").chosen
+getattr(gpuops, name)(*arguments, device="cuda")
+near(found.seconds, gpuops.last_route().expected_seconds)
+assert 2e-6 < found.seconds < 1e-5
+""")
+
+
 def test_a_captured_stream_is_left_alone(child):
     child("""
 keep()
