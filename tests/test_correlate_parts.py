@@ -294,6 +294,40 @@ def test_no_memory_half_way(fake):
         attempt(output=out)
 
 
+def test_no_memory_half_way_for_a_moment(fake):
+    """Of a result that nobody sees all parts are begun anew, in memory that is there again."""
+    gpuops = fake.gpuops
+    image, out = numbers((640, 64), "f4"), np.zeros((640, 64), "f4")
+    weights = numbers((40, 40), "f4", 1)  # so many that they take memory of the device
+    expected = gpuops.correlate(image, weights)
+
+    def attempt(**options):
+        launches = refusals = 0
+
+        def visit(name, _):
+            nonlocal launches, refusals
+            launches += name == "cudaLaunchKernel"
+            if name == "cudaMemcpyAsync" and launches == 4:
+                launches += 1
+                gpuops.empty_cache(0)
+                fake.fake.leave_free(0)
+            elif name == "cudaMallocFromPoolAsync" and launches > 4:
+                refusals += 1
+                if refusals == 3:  # two for one allocation, which is tried once more
+                    fake.fake.set_memory_limit(64 << 20)
+
+        gpuops.empty_cache(0)
+        with fake.fake.visit(visit):
+            result = gpuops.correlate(image, weights, **options)
+        assert refusals >= 3
+        return result
+
+    same(attempt(), expected)
+    with pytest.raises(gpuops.DeviceError, match="out of memory"):
+        attempt(output=out)
+    fake.fake.set_memory_limit(64 << 20)
+
+
 def test_page_locked_images(in_any_order):
     fake = in_any_order
     image, out = numbers((640, 64), "u1"), np.zeros((640, 64), "u1")
