@@ -29,7 +29,12 @@ def main(arguments: list[str] | None = None) -> int:
         "--cases", default="", metavar="REGEX", help="only those whose names it finds something in"
     )
     parser.add_argument(
-        "--plot", type=Path, metavar="FIGURE", help="draw time against size, with `transfer`: .svg"
+        "--plot",
+        nargs="?",
+        type=Path,
+        const=True,
+        metavar="FIGURE",
+        help="draw time against size, with `transfer` (default: beside the JSON file, as .svg)",
     )
     options = parser.parse_args(arguments)
     if options.cases and not (options.output or options.quick):
@@ -44,6 +49,8 @@ def main(arguments: list[str] | None = None) -> int:
     output = options.output
     if output is None and not options.quick:  # a quick run tells nothing of speed
         output = FOLDER / "results" / f"{machine_name()}.json"
+    if options.plot is True and output is None:
+        parser.error("--plot: name the figure, or with --output a file that it can go beside")
     run = Run(
         quick=options.quick, case_seconds=options.seconds, output=output, pattern=options.cases
     )
@@ -59,7 +66,8 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"--cases: none has {options.cases!r} in its name")
     run.conclude()
     if options.plot:
-        plot.draw(run.document(), options.plot)
+        figure = output.with_suffix(".svg") if options.plot is True else options.plot
+        plot.draw(run.document(), figure)
     return 1 if run.failed else 0
 
 

@@ -654,8 +654,8 @@ static void add_candidate(const Call *call, const Weight *weight, const double *
     estimate(call, weight, rates, candidate);
 }
 
-/* Sums of a product, and lines of an image, are whole in each part: two parts of each operand are on
- * the device, and of an image also the lines beside one. */
+/* Sums of a product, and lines of an image, are whole in each part: two parts of each operand are
+ * on the device, and of an image also the lines beside one. */
 static double bytes_in_parts(const Call *call)
 {
     const View *x = &call->inputs[0], *y = &call->inputs[1];

@@ -95,11 +95,13 @@ def test_how_it_is_called(tmp_path):
     assert child.returncode == 1 and "python -m benchmarks.plot" in child.stderr
 
 
-def test_a_run_draws_its_figure(cpu_device, tmp_path):
-    """As `python -m benchmarks transfer --quick --plot FIGURE` does."""
+@pytest.mark.parametrize("is_named", [True, False])
+def test_a_run_draws_its_figure(cpu_device, tmp_path, is_named):
+    """As `python -m benchmarks transfer --quick --plot FIGURE` does, or beside its JSON file."""
     pytest.importorskip("matplotlib")
     figure = tmp_path / "figure.svg"
-    options = ["transfer", "--quick", "--seconds", "0.01", "--plot", str(figure)]
+    options = ["transfer", "--quick", "--seconds", "0.01", "--plot"]
+    options += [str(figure)] if is_named else ["--output", str(tmp_path / "figure.json")]
     source = f"""
 import sys
 sys.path.append({str(ROOT)!r})
@@ -112,6 +114,18 @@ print("ended with", main({options!r}))
     for name in ("sigmoid", "saxpy", "gather", "matmul"):
         assert f">{name}<" in text
     assert text.count(">gpuops auto<") == text.count(">NumPy<") == 4
+
+
+def test_a_figure_without_a_name(cpu_device, tmp_path):
+    source = """
+from benchmarks.__main__ import main
+try:
+    main(["transfer", "--quick", "--plot"])
+except SystemExit as exit:
+    print(exit.code)
+"""
+    with pytest.raises(AssertionError, match="--plot: name the figure"):
+        said_by(cpu_device, tmp_path, source)
 
 
 def said_by(device, folder, source):
