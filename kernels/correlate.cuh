@@ -228,6 +228,6 @@ Status correlate_on_device(Call *call, const Filter &filter, const double *weigh
 /* correlate_parts.cu: whether a call is between images on the host so large that they are filtered
  * in parts; and that. */
 bool has_filter_parts(const Call *call, bool any);
-Status correlate_in_parts(Call *call, const Filter &filter, const double *weights);
+Status correlate_in_parts(Call *call, const Filter &filter, const double *weights, bool any);
 
 #endif

@@ -178,7 +178,7 @@ bool has_filter_parts(const Call *call, bool any)
     return view_items(out) > out->shape[out->ndim - 1] && has_separate_parts(call);
 }
 
-Status correlate_in_parts(Call *call, const Filter &filter, const double *weights)
+Status correlate_in_parts(Call *call, const Filter &filter, const double *weights, bool any)
 {
     FilterParts parts;
     parts_open(&parts, call);
@@ -195,6 +195,7 @@ Status correlate_in_parts(Call *call, const Filter &filter, const double *weight
     parts.most_rows = rows > least ? rows : least;
     if (parts.most_rows < 1) parts.most_rows = 1;
     plan_parts(&parts);
+    if (any) (void)parts_cut(&parts); /* there are several rows */
     return run_parts(&parts);
 }
 

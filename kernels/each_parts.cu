@@ -101,7 +101,8 @@ Status run_each_in_parts(Call *call, bool any, bool *done)
     each.most = part_bytes(bytes) / item_bytes;
     each.least = each.most / LEAST_SHARE > 1 ? each.most / LEAST_SHARE : 1;
     plan_parts(&each);
-    return run_parts(&each);
+    *done = !any || parts_cut(&each);
+    return *done ? run_parts(&each) : STATUS_OK;
 }
 
 #endif

@@ -260,7 +260,7 @@ Status run_matmul_in_parts(Call *call, bool any, bool *done)
     describe(&parts);
     choose_panels(&parts);
     plan_parts(&parts);
-    *done = any || parts.count > 1;
+    *done = any ? parts_cut(&parts) : parts.count > 1;
     return *done ? run_parts(&parts) : STATUS_OK;
 }
 

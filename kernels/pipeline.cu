@@ -501,6 +501,13 @@ static Status try_parts(Parts *parts, bool *again, bool *is_over)
     return close_pipeline(&pipeline, status, is_over);
 }
 
+bool parts_cut(Parts *parts)
+{
+    while (parts->count == 1)
+        if (!parts->shrink(parts)) return false;
+    return true;
+}
+
 Status run_parts(Parts *parts)
 {
     Call *call = parts->call;
