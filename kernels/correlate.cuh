@@ -225,8 +225,8 @@ bool find_factors(const Filter &filter, const double *weights, Factors *factors)
 Status correlate_on_cpu(const Call *call, const Filter &filter, const double *weights);
 Status correlate_on_device(Call *call, const Filter &filter, const double *weights);
 
-/* correlate_parts.cu: whether a call is between images on the host so large that they are filtered
- * in parts; and that. */
+/* correlate_parts.cu: whether a call is between images on the host that can be filtered in parts,
+ * and so large that they are, or of any size; and that. */
 bool has_filter_parts(const Call *call, bool any);
 Status correlate_in_parts(Call *call, const Filter &filter, const double *weights, bool any);
 

@@ -43,8 +43,7 @@ void each_casts(const Call *call, EachLoops *loops);
 /* The plan that all such operators have in common: shape, dtypes, and how run takes the operands.
  */
 Status plan_each(Call *call, Dtype compute);
-/* each_parts.cu: between large arrays on the host. Sets *done to false, and does nothing, where the
- * call is not for it. */
+/* each_parts.cu, as Call has it. */
 Status run_each_in_parts(Call *call, bool any, bool *done);
 /* For the plan of an operator that does not compute in the dtype of its operands. */
 Status fail_dtype(const Call *call, const char *expected);

@@ -44,8 +44,7 @@ Status multiply_on_device(const Product &product, Stream *stream);
  * product is not for it. */
 Status multiply_with_blas(const Product &product, Stream *stream, bool *done);
 
-/* matmul_parts.cu: between large arrays on the host. Sets *done to false, and does nothing, where
- * the call is not for it. */
+/* matmul_parts.cu, as Call has it. */
 Status run_matmul_in_parts(Call *call, bool any, bool *done);
 
 /* What GPUOPS_BLAS says: "0" leaves cuBLASLt out, "simple" also our fast kernels. */

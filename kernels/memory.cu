@@ -166,6 +166,13 @@ Status device_memory_available(int device, int64_t *bytes)
     return STATUS_OK;
 }
 
+/* With the lock: what of so many bytes the limit leaves. */
+static int64_t within_limit(int device, int64_t bytes)
+{
+    const int64_t limit = devices[device].limit;
+    return limit > 0 ? smaller(bytes, limit - 1 - devices[device].used) : bytes;
+}
+
 Status device_memory_room(int device, int64_t *bytes)
 {
     size_t available, total;
@@ -176,12 +183,10 @@ Status device_memory_room(int device, int64_t *bytes)
         CUDA_TRY(cudaMemPoolGetAttribute(pool, cudaMemPoolAttrReservedMemCurrent, &reserved));
         CUDA_TRY(cudaMemPoolGetAttribute(pool, cudaMemPoolAttrUsedMemCurrent, &used));
     }
-    *bytes = (int64_t)(available + reserved - used);
     pthread_mutex_lock(&lock);
-    const int64_t limit = devices[device].limit;
-    const int64_t left = limit - 1 - devices[device].used;
+    *bytes = within_limit(device, (int64_t)(available + reserved - used));
     pthread_mutex_unlock(&lock);
-    if (limit > 0 && left < *bytes) *bytes = left > 0 ? left : 0;
+    if (*bytes < 0) *bytes = 0;
     return STATUS_OK;
 }
 
@@ -727,10 +732,8 @@ Status memory_info(int device, MemoryInfo *info)
 static bool has_known_room(int device, int64_t bytes, int64_t since)
 {
     pthread_mutex_lock(&lock);
-    const auto &known = devices[device];
-    const bool is_new = known.asked_at > since;
-    int64_t room = known.reach - known.used;
-    if (known.limit > 0) room = smaller(room, known.limit - 1 - known.used);
+    const bool is_new = devices[device].asked_at > since;
+    const int64_t room = within_limit(device, devices[device].reach - devices[device].used);
     pthread_mutex_unlock(&lock);
     return is_new && bytes <= room;
 }
