@@ -49,6 +49,10 @@ def main(arguments: list[str] | None = None) -> int:
     output = options.output
     if output is None and not options.quick:  # a quick run tells nothing of speed
         output = FOLDER / "results" / f"{machine_name()}.json"
+    if isinstance(options.plot, Path) and not options.plot.suffix:
+        parser.error(
+            f"--plot: {options.plot} is not a figure, which ends like .svg; benchmarks come first"
+        )
     if options.plot is True and output is None:
         parser.error("--plot: name the figure, or with --output a file that it can go beside")
     run = Run(

@@ -243,7 +243,7 @@ static Status run_in_parts(Call *call, bool flipped, bool any, bool *done)
     if (!*done) return STATUS_OK;
     const Filter filter = describe(call, flipped);
     return with_weights(call, filter, [&](const double *weights) {
-        return correlate_in_parts(call, filter, weights, any);
+        return correlate_in_parts(call, filter, weights, any, done);
     });
 }
 

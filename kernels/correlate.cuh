@@ -226,8 +226,9 @@ Status correlate_on_cpu(const Call *call, const Filter &filter, const double *we
 Status correlate_on_device(Call *call, const Filter &filter, const double *weights);
 
 /* correlate_parts.cu: whether a call is between images on the host that can be filtered in parts,
- * and so large that they are, or of any size; and that. */
+ * and so large that they are, or of any size; and that, where parts can be small enough. */
 bool has_filter_parts(const Call *call, bool any);
-Status correlate_in_parts(Call *call, const Filter &filter, const double *weights, bool any);
+Status correlate_in_parts(Call *call, const Filter &filter, const double *weights, bool any,
+                          bool *done);
 
 #endif

@@ -178,7 +178,8 @@ bool has_filter_parts(const Call *call, bool any)
     return view_items(out) > out->shape[out->ndim - 1] && has_separate_parts(call);
 }
 
-Status correlate_in_parts(Call *call, const Filter &filter, const double *weights, bool any)
+Status correlate_in_parts(Call *call, const Filter &filter, const double *weights, bool any,
+                          bool *done)
 {
     FilterParts parts;
     parts_open(&parts, call);
@@ -195,8 +196,8 @@ Status correlate_in_parts(Call *call, const Filter &filter, const double *weight
     parts.most_rows = rows > least ? rows : least;
     if (parts.most_rows < 1) parts.most_rows = 1;
     plan_parts(&parts);
-    if (any) (void)parts_cut(&parts); /* there are several rows */
-    return run_parts(&parts);
+    *done = !any || parts_cut(&parts);
+    return *done ? run_parts(&parts) : STATUS_OK;
 }
 
 #endif

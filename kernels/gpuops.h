@@ -394,7 +394,7 @@ bool memory_try_release(Memory *memory); /* true: that was done, without either 
 void memory_release_after(Memory *memory, Stream *stream);
 Status memory_info(int device, MemoryInfo *info);
 /* Whether so many bytes can be allocated, for all that is known: within the limit, and of what the
- * driver said at most so many microseconds ago, unless there would be no room for them by that. */
+ * driver said at most so many microseconds ago. */
 bool memory_has_room(int device, int64_t bytes, int64_t oldest);
 Status memory_empty_cache(int device); /* gives back all that no array uses */
 Status memory_set_limit(int device, int64_t bytes);

@@ -492,8 +492,7 @@ static Status measure_locked_copy(const Areas &to, double *rate)
     return status;
 }
 
-/* A call between host arrays on the device. Made anew each time: after a run its inputs are the
- * copies that were on the GPU. */
+/* A call between host arrays on the device. */
 static Status run_whole(const Operator &op, const Areas &host, const Areas &areas, const Size &size)
 {
     Call call;

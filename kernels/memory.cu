@@ -46,7 +46,7 @@ static struct {
     cudaMemPool_t pool;
     int64_t used, stored, peak;
     int64_t limit; /* 0: none, else one more than the bytes */
-    /* What could be used in all, when the driver was asked last; 0: it was not. */
+    /* What could be used in all, without a limit, when the driver was asked last; 0: it was not. */
     int64_t reach, asked_at;
 } devices[MAX_DEVICES];
 
@@ -173,7 +173,9 @@ static int64_t within_limit(int device, int64_t bytes)
     return limit > 0 ? smaller(bytes, limit - 1 - devices[device].used) : bytes;
 }
 
-Status device_memory_room(int device, int64_t *bytes)
+/* What could be used beside what is in use, without a limit. What is stored is given back when it
+ * has to be. */
+static Status ask_for_room(int device, int64_t *bytes)
 {
     size_t available, total;
     uint64_t reserved = 0, used = 0;
@@ -184,9 +186,20 @@ Status device_memory_room(int device, int64_t *bytes)
         CUDA_TRY(cudaMemPoolGetAttribute(pool, cudaMemPoolAttrUsedMemCurrent, &used));
     }
     pthread_mutex_lock(&lock);
-    *bytes = within_limit(device, (int64_t)(available + reserved - used));
+    *bytes = (int64_t)(available + reserved - used) + devices[device].stored;
     pthread_mutex_unlock(&lock);
-    if (*bytes < 0) *bytes = 0;
+    return STATUS_OK;
+}
+
+Status device_memory_room(int device, int64_t *bytes)
+{
+    int64_t room;
+    Status status = ask_for_room(device, &room);
+    if (status != STATUS_OK) return status;
+    pthread_mutex_lock(&lock);
+    room = within_limit(device, room);
+    pthread_mutex_unlock(&lock);
+    *bytes = room > 0 ? room : 0;
     return STATUS_OK;
 }
 
@@ -729,31 +742,46 @@ Status memory_info(int device, MemoryInfo *info)
     return status;
 }
 
-static bool has_known_room(int device, int64_t bytes, int64_t since)
+/* Of what the driver has said since then what the limit leaves; where it was not asked, INT64_MAX
+ * or the limit stands for it. */
+static bool is_room_known(int device, int64_t since, int64_t *room)
 {
     pthread_mutex_lock(&lock);
-    const bool is_new = devices[device].asked_at > since;
-    const int64_t room = within_limit(device, devices[device].reach - devices[device].used);
+    const bool is_known = devices[device].asked_at >= since;
+    *room = is_known ? devices[device].reach - devices[device].used : INT64_MAX;
+    *room = within_limit(device, *room);
     pthread_mutex_unlock(&lock);
-    return is_new && bytes <= room;
+    return is_known;
+}
+
+/* What other threads allocate or release meanwhile may count on either side. */
+static Status learn_room(int device, int64_t *room)
+{
+    int previous;
+    const int64_t now = microseconds();
+    Status status = device_enter(device, &previous);
+    if (status != STATUS_OK) return status;
+    status = ask_for_room(device, room);
+    device_leave(device, previous);
+    if (status != STATUS_OK) return status;
+    pthread_mutex_lock(&lock);
+    devices[device].reach = devices[device].used + *room;
+    devices[device].asked_at = now;
+    *room = within_limit(device, *room);
+    pthread_mutex_unlock(&lock);
+    return STATUS_OK;
 }
 
 bool memory_has_room(int device, int64_t bytes, int64_t oldest)
 {
-    const int64_t now = microseconds();
-    if (has_known_room(device, bytes, now - oldest)) return true;
-    int previous;
-    int64_t room = 0;
-    if (device_enter(device, &previous) != STATUS_OK) return false;
+    const int64_t since = microseconds() - oldest;
+    int64_t room;
+    bool is_known = is_room_known(device, since, &room);
+    if (is_known && bytes <= room) return true;
     settle(ALL);
-    const Status status = device_memory_room(device, &room);
-    device_leave(device, previous);
-    if (status != STATUS_OK) return false;
-    pthread_mutex_lock(&lock);
-    devices[device].reach = devices[device].used + room;
-    devices[device].asked_at = now;
-    pthread_mutex_unlock(&lock);
-    return bytes <= room;
+    is_known = is_room_known(device, since, &room);
+    if (is_known || bytes > room) return bytes <= room;
+    return learn_room(device, &room) == STATUS_OK && bytes <= room;
 }
 
 Status memory_empty_cache(int device)

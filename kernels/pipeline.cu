@@ -503,7 +503,7 @@ static Status try_parts(Parts *parts, bool *again, bool *is_over)
 
 bool parts_cut(Parts *parts)
 {
-    while (parts->count == 1)
+    while (parts->count <= BUFFERS)
         if (!parts->shrink(parts)) return false;
     return true;
 }

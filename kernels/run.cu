@@ -172,15 +172,13 @@ static Status run_in_order(Call *call)
 }
 
 /* Between arrays on the host: the operator runs as it does between arrays on the device, and the
- * result comes back once no kernel has found a bad index. *has_room becomes false where memory does
- * not suffice for that, and nothing has come back. */
-static Status run_through_device(Call *call, bool *has_room)
+ * result comes back once no kernel has found a bad index. The call's operands become those on the
+ * device. *has_room becomes false where memory does not suffice for that, and nothing has come
+ * back. */
+static Status run_through_device(Call *call, const View *out, bool *has_room)
 {
-    View inputs[GPUOPS_MAX_INPUTS], out;
-    for (int i = 0; i < call->input_count; i++) view_copy(&inputs[i], &call->inputs[i]);
-    view_copy(&out, &call->out);
-    Status status = call->in_place ? pack_on_device(&out, call->stream, &call->out)
-                                   : new_view(&out, call->stream, &call->out);
+    Status status = call->in_place ? pack_on_device(out, call->stream, &call->out)
+                                   : new_view(out, call->stream, &call->out);
     *has_room = status != STATUS_MEMORY_ERROR;
     if (status != STATUS_OK) return status;
     call->slot = slot_take(call->device);
@@ -192,10 +190,8 @@ static Status run_through_device(Call *call, bool *has_room)
     slot_give(call->device, call->slot, status != STATUS_OK);
     call->slot = -1;
     *has_room = status != STATUS_MEMORY_ERROR;
-    if (status == STATUS_OK) status = copy_view(&out, &call->out, call->stream, NULL);
+    if (status == STATUS_OK) status = copy_view(out, &call->out, call->stream, NULL);
     memory_release(call->out.memory);
-    for (int i = 0; i < call->input_count; i++) view_copy(&call->inputs[i], &inputs[i]);
-    view_copy(&call->out, &out);
     return status;
 }
 
@@ -240,10 +236,8 @@ static char *lay_out(char *place, const Call *call, View *view)
     return place + slab_room(view_items(view) * view->item_bytes);
 }
 
-static Status run_in_slab(Call *call, Slab *slab)
+static Status run_in_slab(Call *call, const View *out, Slab *slab)
 {
-    View out;
-    view_copy(&out, &call->out);
     char *place = lay_out(slab->data, call, &call->out);
     for (int i = 0; i < call->input_count; i++) {
         View *input = &call->inputs[i];
@@ -257,10 +251,27 @@ static Status run_in_slab(Call *call, Slab *slab)
     status = even_so(status, [&] { return last = stream_drain(call->stream->handle); });
     /* As whenever somebody waits: a bad index of an earlier call is told of now. */
     if (status == STATUS_OK) status = slot_check(call->stream, call->stream->slot, true);
-    if (status == STATUS_OK) box_unpack(box_of(&out), static_cast<char *>(call->out.data));
+    if (status == STATUS_OK) box_unpack(box_of(out), static_cast<char *>(call->out.data));
     slab_give(slab, call->stream, last == STATUS_OK);
-    view_copy(&call->out, &out);
     memory_settle();
+    return status;
+}
+
+/* As a whole: through a slab, or memory of the device. Whatever happens, the call's operands are
+ * those on the host again. */
+static Status run_at_once(Call *call, bool *has_room)
+{
+    View inputs[GPUOPS_MAX_INPUTS], out;
+    Slab *slab;
+    *has_room = true;
+    Status status = slab_take(call->device, bytes_in_slab(call), &slab);
+    if (status != STATUS_OK) return status;
+    for (int i = 0; i < call->input_count; i++) view_copy(&inputs[i], &call->inputs[i]);
+    view_copy(&out, &call->out);
+    status =
+        slab != NULL ? run_in_slab(call, &out, slab) : run_through_device(call, &out, has_room);
+    for (int i = 0; i < call->input_count; i++) view_copy(&call->inputs[i], &inputs[i]);
+    view_copy(&call->out, &out);
     return status;
 }
 
@@ -270,11 +281,7 @@ static Status run_between_host_arrays(Call *call)
     Status status = STATUS_OK;
     if (call->run_in_parts != NULL) status = call->run_in_parts(call, false, &done);
     if (status != STATUS_OK || done) return status;
-    Slab *slab;
-    status = slab_take(call->device, bytes_in_slab(call), &slab);
-    if (status != STATUS_OK) return status;
-    if (slab != NULL) return run_in_slab(call, slab);
-    status = run_through_device(call, &has_room);
+    status = run_at_once(call, &has_room);
     if (has_room || call->run_in_parts == NULL) return status;
     const Status in_parts = call->run_in_parts(call, true, &done);
     return done ? in_parts : status;

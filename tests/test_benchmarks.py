@@ -116,15 +116,20 @@ print("ended with", main({options!r}))
     assert text.count(">gpuops auto<") == text.count(">NumPy<") == 4
 
 
-def test_a_figure_without_a_name(cpu_device, tmp_path):
-    source = """
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [("transfer --plot", "name the figure"), ("--plot transfer", "transfer is not a figure")],
+)
+def test_a_figure_without_a_name(cpu_device, tmp_path, words, problem):
+    """And one whose name is that of a benchmark, which would be left out."""
+    source = f"""
 from benchmarks.__main__ import main
 try:
-    main(["transfer", "--quick", "--plot"])
+    main({["--quick", *words.split()]!r})
 except SystemExit as exit:
     print(exit.code)
 """
-    with pytest.raises(AssertionError, match="--plot: name the figure"):
+    with pytest.raises(AssertionError, match=f"--plot: {problem}"):
         said_by(cpu_device, tmp_path, source)
 
 

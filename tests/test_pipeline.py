@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from helpers import (
     SCHEDULERS,
+    Guarded,
     constant,
     filled_array,
     launches,
@@ -421,6 +422,50 @@ def test_no_room_for_a_small_call_as_a_whole(in_any_order, name):
     with pytest.raises(MemoryError, match="out of memory on cuda:0"):
         operator(**{out_of: out})
     assert (out == 7).all()
+
+
+@pytest.mark.parametrize("layout", ["C", "F", "strided", "padded", "backward"])
+@pytest.mark.parametrize("name", WHOLE)
+def test_no_room_for_the_result_of_a_small_call(fake, name, layout):
+    """Its parts go to where it lies, and nothing goes beside it."""
+    arguments = WHOLE[name]()
+    operator = functools.partial(getattr(fake.gpuops, name), *arguments)
+    expected = operator()
+    out = Guarded(expected.shape, expected.dtype, layout)
+    fake.gpuops.empty_cache(0)
+    fake.fake.leave_free(expected.nbytes * 7 // 8)
+    operator(**{"output" if name in ("correlate", "convolve") else "out": out.array})
+    same(out.array, expected)
+    assert out.kept_to_its_own()
+
+
+LEAST_PART_BYTES = PART_BYTES // constant("each_parts.cu", "LEAST_SHARE")
+
+
+def tries_with_room(fake, items, free):
+    """How often a call is tried in vain before there is room for it in parts."""
+    x, y = np.arange(items) ** 0.5, np.linspace(-1, 1, items)
+    fake.gpuops.empty_cache(0)
+    fake.fake.leave_free(free)
+    before = fake.fake.calls("cudaMemPoolTrimTo")
+    same(fake.gpuops.multiply(x, y), np.multiply(x, y))
+    return (fake.fake.calls("cudaMemPoolTrimTo") - before) // 2
+
+
+def test_a_small_call_is_tried_as_a_whole_once(fake):
+    """The first parts take half as much at most; while there is no room, they are halved."""
+    items, more = LARGEST_WHOLE // 8, 3072  # for what buffers are multiples of
+    whole = 3 * LARGEST_WHOLE
+    rooms = [whole - 1, *(whole // share + more for share in (2, 4, 8))]
+    assert [tries_with_room(fake, items, room) for room in rooms] == [1, 1, 2, 3]
+
+
+def test_the_smallest_call_that_goes_in_parts(fake):
+    """It has more of the smallest parts than are on the device at once."""
+    items = BUFFERS * LEAST_PART_BYTES // 8
+    assert tries_with_room(fake, items + 1, 24 * items) == 1
+    with pytest.raises(MemoryError, match=f" {8 * items} bytes were asked for"):
+        tries_with_room(fake, items, 24 * items - 1)
 
 
 def test_no_room_for_what_is_not_cut(fake):

@@ -782,6 +782,7 @@ line = np.ones(6 << 20, "f4")
 assert taken("correlate", line.reshape(16, -1), np.ones((3, 3))) == "cuda"
 assert taken("correlate", line.reshape(2, -1), np.ones((3, 3))) == "cpu"
 assert taken("matmul", line.reshape(4, -1), np.ones((3 << 19, 1), "f4")) == "cuda"
+assert taken("matmul", np.ones((4, 2 << 20), "f4"), np.ones((2 << 20, 1), "f4")) == "cpu"
 assert taken("matmul", line.reshape(1, -1), np.ones((6 << 20, 1), "f4")) == "cpu"
 assert taken("gather", np.ones(30 << 20, "f4"), np.arange(5000)) == "cuda"
 """,
@@ -806,7 +807,9 @@ def asks():
     return fake.calls("cudaMemGetInfo") > before
 assert name == "matmul" or not all(asks() for _ in range(20))  # of some in a tenth of a second
 gpuops.memory_limit(1 << 20)
+before = fake.calls("cudaMemGetInfo")
 assert taken(name, *arguments) == "cpu"
+assert fake.calls("cudaMemGetInfo") == before
 gpuops.memory_limit(40 << 20)
 assert taken(name, *arguments) == "cuda"
 array = gpuops.empty(38 << 20, "u1", device="cuda")
@@ -819,7 +822,7 @@ assert taken(name, *arguments) == "cuda"
 
 
 def test_what_others_take_of_a_device_is_seen_before_long(child):
-    """Small calls do not ask each time: that takes longer than they do."""
+    """And what they give back. Small calls do not ask each time: that takes longer than they do."""
     child(
         ROOMLESS
         + """
@@ -827,10 +830,52 @@ x, i = np.ones(1 << 19, "f4"), np.arange(5000)
 assert taken("scatter", x, i, 2) == "cuda"
 gpuops.empty_cache()
 fake.leave_free(1 << 20)
+def asks():
+    before = fake.calls("cudaMemGetInfo")
+    assert taken("scatter", x, i, 2) == "cpu"
+    return fake.calls("cudaMemGetInfo") > before
 time.sleep(0.15)
-assert taken("scatter", x, i, 2) == "cpu"
+assert not all(asks() for _ in range(20))
 fake.leave_free(60 << 20)
+time.sleep(0.15)
 assert taken("scatter", x, i, 2) == "cuda"
+""",
+        MIB="64",
+    )
+
+
+def test_memory_that_is_kept_for_later_is_there(child):
+    """Nobody has the arrays any more, and what is kept of them is given back when it has to be."""
+    child(
+        ROOMLESS
+        + """
+x = np.ones(3 << 20, "f4")
+arrays = [gpuops.empty(4 << 20, "u1", device="cuda") for _ in range(10)]
+assert taken("add", x, x) == "cpu"
+del arrays
+gpuops.synchronize()
+assert gpuops.memory_info().used == 0 < gpuops.memory_info().reserved
+time.sleep(0.15)
+assert taken("add", x, x) == "cuda"
+""",
+        MIB="64",
+    )
+
+
+def test_small_calls_need_room_as_well(child):
+    """For weights that go to the GPU, what sums in parts take, and where all slabs are in use."""
+    child(
+        ROOMLESS
+        + """
+x, table, i = np.ones((70, 70)), np.ones(5000, "f4"), np.arange(5000)
+calls = [("add", table, table), ("gather", table, i), ("take", table, i),
+         ("correlate", x, np.ones((9, 9))), ("matmul", x.astype("i4"), x.astype("i4"))]
+assert {taken(*call) for call in calls} == {"cuda"}
+gpuops.memory_limit(0)
+assert {taken(*call) for call in calls} == {"cpu"}
+gpuops.memory_limit(512 << 10)
+assert taken("correlate", x, np.ones((300, 300))) == "cpu"
+assert taken("correlate", x, np.ones((9, 9))) == "cuda"
 """,
         MIB="64",
     )
