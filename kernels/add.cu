@@ -10,6 +10,7 @@
 struct Arithmetic {
     static constexpr int INPUTS = 2;
     static constexpr bool IS_HEAVY = false;
+    static constexpr bool FUSES = false;
 
     template <class Function>
     static bool with_type(Dtype dtype, Function function)

@@ -166,6 +166,7 @@ EachCast each_cast(Dtype from, Dtype to)
 struct Same {
     static constexpr int INPUTS = 1;
     static constexpr bool IS_HEAVY = false;
+    static constexpr bool FUSES = false;
 
     template <class T, class C>
     ALWAYS_INLINE static HOST_DEVICE inline C compute(C x)

@@ -4,7 +4,7 @@
  *     template <class T> static HOST_DEVICE C compute(C first, ...)       C = Computes<T>::Type
  * where T is the dtype of the elements, and C what it is computed in: float for the 16-bit floats,
  * whose result is rounded once. IS_HEAVY tells that it computes for longer than memory would keep
- * it waiting. Both sides run the same function:
+ * it waiting, and FUSES that it calls fma(). Both sides run the same function:
  *
  *     each_on_cpu     ranges of the output over the worker pool. Stretches that are contiguous, or
  *                     repeat one element, are done by a loop that the compiler turns into vector
@@ -51,7 +51,10 @@ Status fail_dtype(const Call *call, const char *expected);
 /* The CPU. */
 
 #if defined(__x86_64__) && !defined(__CUDA_ARCH__)
-#define EACH_AVX2 __attribute__((target("avx2,fma")))
+/* What calls no fma() is compiled without the instructions for it: GCC 12.2 fuses the parts of
+ * complex products with them, whatever -ffp-contract says. */
+#define EACH_AVX2 __attribute__((target("avx2")))
+#define EACH_FMA __attribute__((target("avx2,fma")))
 #define EACH_AVX512 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")))
 #endif
 
@@ -244,6 +247,12 @@ EACH_AVX2 static void each_avx2(void *context, int64_t begin, int64_t end)
 }
 
 template <class Function, class T>
+EACH_FMA static void each_fma(void *context, int64_t begin, int64_t end)
+{
+    each_range<Function, T>(*static_cast<const EachLoops *>(context), begin, end);
+}
+
+template <class Function, class T>
 EACH_AVX512 static void each_avx512(void *context, int64_t begin, int64_t end)
 {
     each_range<Function, T>(*static_cast<const EachLoops *>(context), begin, end);
@@ -257,6 +266,8 @@ static RangeFunction each_function(void)
 #ifdef EACH_AVX2
     if constexpr (Function::IS_HEAVY)
         if (cpu_has(CPU_LEVEL_4)) return each_avx512<Function, T>;
+    if constexpr (Function::FUSES)
+        if (cpu_has(CPU_LEVEL_3)) return each_fma<Function, T>;
     if (cpu_has(CPU_LEVEL_3)) return each_avx2<Function, T>;
 #endif
     return each_plain<Function, T>;

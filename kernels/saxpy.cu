@@ -11,6 +11,7 @@
 struct Saxpy {
     static constexpr int INPUTS = 3;
     static constexpr bool IS_HEAVY = false;
+    static constexpr bool FUSES = true;
 
     template <class Function>
     static bool with_type(Dtype dtype, Function function)

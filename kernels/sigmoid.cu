@@ -146,6 +146,7 @@ template <class Sum>
 struct SigmoidOf {
     static constexpr int INPUTS = 1;
     static constexpr bool IS_HEAVY = true;
+    static constexpr bool FUSES = true;
 
     template <class Function>
     static bool with_type(Dtype dtype, Function function)
@@ -180,6 +181,7 @@ struct SigmoidOf {
 struct SigmoidBackward {
     static constexpr int INPUTS = 2;
     static constexpr bool IS_HEAVY = false;
+    static constexpr bool FUSES = false;
 
     template <class Function>
     static bool with_type(Dtype dtype, Function function)

@@ -884,7 +884,7 @@ int slot_take(int device)
 void slot_give(int device, int slot, bool stale)
 {
     pthread_mutex_lock(&lock);
-    if (stale) devices[device].slots.stale[slot] = true;
+    if (stale) __atomic_store_n(&devices[device].slots.stale[slot], true, __ATOMIC_RELAXED);
     devices[device].slots.taken[slot] = false;
     pthread_mutex_unlock(&lock);
 }
@@ -901,6 +901,12 @@ Status slot_of(Stream *stream, int *slot)
     return STATUS_OK;
 }
 
+/* What is noted there is of a call that its caller has heard of. */
+static bool is_stale(int device, int slot)
+{
+    return __atomic_load_n(&devices[device].slots.stale[slot], __ATOMIC_RELAXED);
+}
+
 Status report_open(const Stream *stream, int slot, const char *op, int axis, int64_t axis_size,
                    IndexReport *report)
 {
@@ -912,7 +918,7 @@ Status report_open(const Stream *stream, int slot, const char *op, int axis, int
         pthread_mutex_unlock(&making);
         if (status != STATUS_OK) return status;
     }
-    if (__atomic_load_n(&slots.stale[slot], __ATOMIC_RELAXED)) {
+    if (is_stale(stream->device, slot)) {
         slots.noted[slot].call = 0;
         CUDA_TRY(cudaMemsetAsync(slots.states + slot, 0, sizeof *slots.states, stream->handle));
         __atomic_store_n(&slots.stale[slot], false, __ATOMIC_RELAXED);
@@ -969,6 +975,7 @@ Status slot_check(const Stream *stream, int slot, bool late)
     const BadIndex *noted = noted_on(stream->device);
     if (slot < 0 || noted == NULL || __atomic_load_n(&noted[slot].call, __ATOMIC_ACQUIRE) == 0)
         return STATUS_OK;
+    if (is_stale(stream->device, slot)) return STATUS_OK;
     pthread_mutex_lock(&telling);
     Status status = tell(stream, slot, late);
     pthread_mutex_unlock(&telling);

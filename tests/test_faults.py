@@ -28,7 +28,7 @@ from faults.sweep import (
     set_nomemory,
     strikes_at,
 )
-from helpers import run_child
+from helpers import constant, run_child
 from operators import OPERATORS, ROOT, without_comments
 from rtc import open_nvrtc, saxpy_module
 
@@ -40,6 +40,7 @@ INVALID_DEVICE = 101
 ILLEGAL_ADDRESS = 700
 LAUNCH_FAILURE = 719
 UNKNOWN = 999
+SLOTS = constant("stream.cu", "SLOTS")
 
 
 # The sweeps.
@@ -336,6 +337,18 @@ def test_running_out_of_memory_after_the_work_has_begun_is_no_memory_error(gpuop
     ):
         gpuops.sigmoid(x, out=x)
     assert caught.value.code == OUT_OF_MEMORY
+
+
+def test_a_bad_index_is_not_told_of_by_a_later_call(gpuops, fake):
+    """Of one whose call ended with another error, and left a note where thousands come after it."""
+    x = np.arange(10.0)
+    with fake.fail(1, UNKNOWN, function="cudaStreamSynchronize"), pytest.raises(gpuops.DeviceError):
+        gpuops.gather(np.zeros(10_000), np.full(10_000, 10_000))
+    fake.set_slab_bytes(0)
+    for _ in range(SLOTS):
+        gpuops.multiply(x, x)
+    with pytest.raises(IndexError, match="index 10 is out of bounds"):
+        gpuops.gather(x, [10])
 
 
 # Errors of others.

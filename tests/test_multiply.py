@@ -42,3 +42,11 @@ def test_the_parts_of_a_complex_product_are_rounded_one_by_one(gpuops):
     e = np.finfo(np.float64).eps
     result = gpuops.multiply(complex(1 + e, 1), complex(1 + e, 1))
     assert result.real == np.float64(1 + e) * np.float64(1 + e) - 1.0
+    rng = np.random.default_rng(2)
+    for real in (np.float32, np.float64):
+        a, b, c, d = rng.standard_normal((4, 1000)).astype(real)
+        x, y = np.empty((2, 1000), np.result_type(real, np.complex64))
+        x.real, x.imag, y.real, y.imag = a, b, c, d
+        result = gpuops.multiply(x, y)
+        np.testing.assert_array_equal(result.real, a * c - b * d, strict=True)
+        np.testing.assert_array_equal(result.imag, a * d + b * c, strict=True)
