@@ -1393,8 +1393,8 @@ def correlate(
         An image, or images: the last two axes are filtered. Of bool, an integer, float16,
         bfloat16, float32 or float64.
     weights : Tensor
-        Of two dimensions, or more if those before the last two have size 1; of one for one line of
-        pixels. Any size, also larger than the image.
+        Of two dimensions, or of up to as many as `input` has, of which those before the last two
+        have size 1; of one for one line of pixels. Any size, also larger than the image.
     mode : {'reflect', 'mirror', 'nearest', 'constant', 'wrap'}, optional
         What is beyond the border of an image, as in `gpuops.correlate`.
     cval : float, optional

@@ -49,8 +49,8 @@ static Status check_weights(const View *input, const View *weights)
                     "input of %d; expected %s",
                     weights->ndim, input->ndim,
                     axes == 1 ? "one, as the input has"
-                              : "two, for the last two axes of the input, or as many as that has, "
-                                "of which the others are of size 1");
+                              : "two, for the last two axes of the input, or up to as many as "
+                                "that has, of which the others have size 1");
     /* A broadcast array takes no memory, but the numbers that sums are taken with do. */
     int64_t bytes = 2 * (int64_t)sizeof(double);
     bool is_too_big = false;
