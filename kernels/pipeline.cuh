@@ -80,8 +80,8 @@ bool has_separate_parts(const Call *call);
 /* The operator on one part, whose operands are as they are on the host: those of another dtype than
  * the one that is computed in are converted first. */
 Status run_part(Parts *parts);
-/* Makes them smaller until there are more than are on the device at once, which would take as much
- * as the whole; false: they cannot be that small. */
+/* Makes them smaller until there are more than are on the device at once, as these would take about
+ * as much as the whole; false: they cannot be that small. */
 bool parts_cut(Parts *parts);
 /* Runs them all. */
 Status run_parts(Parts *parts);

@@ -59,10 +59,9 @@ static const double DOUBT[WORK_KINDS] = {
 static const double ROOM_BYTES = 64 << 20;
 enum { ROOM_MICROSECONDS = 100000 };
 
-/* What a call takes in the smallest parts, and a product, for which cuBLASLt may want as much more.
- */
-static const double PARTS_BYTES = 32 << 20, PRODUCT_PARTS_BYTES = 64 << 20;
-/* What gather takes at least, and what a filter may take for each of its weights. */
+/* What a call takes in the smallest parts, and what cuBLASLt may want beside the operands. */
+static const double PARTS_BYTES = 32 << 20, BLAS_BYTES = 32 << 20;
+/* With less than this gather makes do, but only slowly; what a filter may take for each weight. */
 static const double GATHER_BYTES = 1 << 20, WEIGHT_BYTES = 16;
 
 /* What a call consists of. Bytes are those of the dtype that is computed in. */
@@ -666,18 +665,19 @@ static double bytes_in_parts(const Call *call)
     const double item_bytes = fmax((double)x->item_bytes, (double)call->out.item_bytes);
     const double line = x->ndim > 0 ? item_bytes * (double)x->shape[x->ndim - 1] : 0;
     const bool is_image = call->op->work == WORK_FILTERS;
-    if (!is_image) return 4 * line + PRODUCT_PARTS_BYTES;
+    if (!is_image) return 4 * line + PARTS_BYTES;
     return fmax(2 * (1 + (double)view_count(y, 0, y->ndim - 1)) * line, PARTS_BYTES);
 }
 
-/* What a call needs beside the operands and the result is less than these again, but for weights of
- * a filter that go there. gather makes do with what there is. */
+/* What a call needs beside the operands and the result is less than these again, but for cuBLASLt,
+ * and weights of a filter that go there. gather makes do with what there is. */
 static bool has_room(const Call *call, int device, const Candidate *candidate)
 {
     const double whole = 2 * ((double)candidate->bytes_up + (double)candidate->bytes_down);
     double bytes = whole;
     if (call->own_transfer) bytes = fmin(bytes, GATHER_BYTES);
     if (call->run_in_parts != NULL) bytes = fmin(bytes, bytes_in_parts(call));
+    if (call->op->work == WORK_PRODUCTS) bytes += BLAS_BYTES;
     if (call->op->work == WORK_FILTERS)
         bytes += WEIGHT_BYTES * (double)view_items(&call->inputs[1]);
     return memory_has_room(device, (int64_t)fmin(bytes, 9e18),

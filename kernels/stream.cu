@@ -538,12 +538,18 @@ static const BadIndex *noted_on(int device)
     return __atomic_load_n(&devices[device].slots.noted, __ATOMIC_ACQUIRE);
 }
 
+/* What is noted there is of a call that its caller has heard of. */
+static bool is_stale(int device, int slot)
+{
+    return __atomic_load_n(&devices[device].slots.stale[slot], __ATOMIC_RELAXED);
+}
+
 /* The number of the call that noted a bad index on a stream; the greatest number if none did. */
 static unsigned long long noted_call(const Stream *stream)
 {
     const BadIndex *noted = noted_on(stream->device);
     const int slot = __atomic_load_n(&stream->slot, __ATOMIC_RELAXED);
-    if (slot < 0 || noted == NULL) return ~0ull;
+    if (slot < 0 || noted == NULL || is_stale(stream->device, slot)) return ~0ull;
     const unsigned long long call = __atomic_load_n(&noted[slot].call, __ATOMIC_ACQUIRE);
     return call == 0 ? ~0ull : call;
 }
@@ -899,12 +905,6 @@ Status slot_of(Stream *stream, int *slot)
     *slot = stream->slot;
     pthread_mutex_unlock(&lock);
     return STATUS_OK;
-}
-
-/* What is noted there is of a call that its caller has heard of. */
-static bool is_stale(int device, int slot)
-{
-    return __atomic_load_n(&devices[device].slots.stale[slot], __ATOMIC_RELAXED);
 }
 
 Status report_open(const Stream *stream, int slot, const char *op, int axis, int64_t axis_size,
