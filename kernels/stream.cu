@@ -544,13 +544,19 @@ static bool is_stale(int device, int slot)
     return __atomic_load_n(&devices[device].slots.stale[slot], __ATOMIC_RELAXED);
 }
 
+/* The number of the call that noted a bad index there; 0: nobody did, or who did has told. */
+static unsigned long long noted_in(int device, int slot)
+{
+    const BadIndex *noted = noted_on(device);
+    if (slot < 0 || noted == NULL || is_stale(device, slot)) return 0;
+    return __atomic_load_n(&noted[slot].call, __ATOMIC_ACQUIRE);
+}
+
 /* The number of the call that noted a bad index on a stream; the greatest number if none did. */
 static unsigned long long noted_call(const Stream *stream)
 {
-    const BadIndex *noted = noted_on(stream->device);
     const int slot = __atomic_load_n(&stream->slot, __ATOMIC_RELAXED);
-    if (slot < 0 || noted == NULL || is_stale(stream->device, slot)) return ~0ull;
-    const unsigned long long call = __atomic_load_n(&noted[slot].call, __ATOMIC_ACQUIRE);
+    const unsigned long long call = noted_in(stream->device, slot);
     return call == 0 ? ~0ull : call;
 }
 
@@ -972,10 +978,7 @@ Status slot_check(const Stream *stream, int slot, bool late)
 {
     /* One of several threads that wait at once is told, and the next call's index is not lost. */
     static pthread_mutex_t telling = PTHREAD_MUTEX_INITIALIZER;
-    const BadIndex *noted = noted_on(stream->device);
-    if (slot < 0 || noted == NULL || __atomic_load_n(&noted[slot].call, __ATOMIC_ACQUIRE) == 0)
-        return STATUS_OK;
-    if (is_stale(stream->device, slot)) return STATUS_OK;
+    if (noted_in(stream->device, slot) == 0) return STATUS_OK;
     pthread_mutex_lock(&telling);
     Status status = tell(stream, slot, late);
     pthread_mutex_unlock(&telling);
