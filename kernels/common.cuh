@@ -242,7 +242,7 @@ void memory_settle(void);
 Status device_allocate(int device, int64_t bytes, cudaStream_t stream, void **memory);
 void device_free(int device, void *memory, cudaStream_t stream);
 Status device_memory_available(int device, int64_t *bytes);
-/* What arrays could still take, without anything being given back for that. */
+/* What arrays could still take; for some of it, what is kept for later has to be given back. */
 Status device_memory_room(int device, int64_t *bytes);
 /* The work that a stream has been given uses this memory, and so it is not freed before. */
 Status memory_note_use(Memory *memory, Stream *stream);

@@ -63,6 +63,9 @@ enum { ROOM_MICROSECONDS = 100000 };
 static const double PARTS_BYTES = 32 << 20, BLAS_BYTES = 32 << 20;
 /* With less than this gather makes do, but only slowly; what a filter may take for each weight. */
 static const double GATHER_BYTES = 1 << 20, WEIGHT_BYTES = 16;
+/* What scatter and scatter_add may take for tables or counts of digits, and for each index, to sort
+ * them. */
+static const double SCATTER_BYTES = 36 << 20, INDEX_BYTES = 32;
 
 /* What a call consists of. Bytes are those of the dtype that is computed in. */
 typedef struct Weight {
@@ -670,7 +673,8 @@ static double bytes_in_parts(const Call *call)
 }
 
 /* What a call needs beside the operands and the result is less than these again, but for cuBLASLt,
- * and weights of a filter that go there. gather makes do with what there is. */
+ * weights of a filter that go there, and rows that are written. gather makes do with what there
+ * is. */
 static bool has_room(const Call *call, int device, const Candidate *candidate)
 {
     const double whole = 2 * ((double)candidate->bytes_up + (double)candidate->bytes_down);
@@ -680,6 +684,7 @@ static bool has_room(const Call *call, int device, const Candidate *candidate)
     if (call->op->work == WORK_PRODUCTS) bytes += BLAS_BYTES;
     if (call->op->work == WORK_FILTERS)
         bytes += WEIGHT_BYTES * (double)view_items(&call->inputs[1]);
+    if (call->in_place) bytes += SCATTER_BYTES + INDEX_BYTES * (double)view_items(&call->inputs[0]);
     return memory_has_room(device, (int64_t)fmin(bytes, 9e18),
                            whole > 2 * ROOM_BYTES ? 0 : ROOM_MICROSECONDS);
 }

@@ -22,7 +22,7 @@ struct Event {
     Stream *stream;             /* on which it was recorded last, held */
 };
 
-enum { SLOTS = 4096, STORED_EVENTS = 64 };
+enum { SLOTS = 4096, SHARED_SLOT = SLOTS - 1, STORED_EVENTS = 64 };
 
 /* It is taken by threads that hold Python's lock, and so it is never held across a call of CUDA:
  * such a call may wait for something that waits for Python. */
@@ -541,7 +541,7 @@ static const BadIndex *noted_on(int device)
 /* What is noted there is of a call that its caller has heard of. */
 static bool is_stale(int device, int slot)
 {
-    return __atomic_load_n(&devices[device].slots.stale[slot], __ATOMIC_RELAXED);
+    return __atomic_load_n(&devices[device].slots.stale[slot], __ATOMIC_ACQUIRE);
 }
 
 /* The number of the call that noted a bad index there; 0: nobody did, or who did has told. */
@@ -834,22 +834,27 @@ Status event_wait(Event *event, Stream *waiting)
 
 /* Bad indices. */
 
+/* On a stream of its own, so that it is no part of a capture. */
+static Status clear_states(void *states, size_t bytes)
+{
+    cudaStream_t stream = NULL;
+    CUDA_TRY(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+    Status status = cuda_status(cudaMemsetAsync(states, 0, bytes, stream), "cudaMemsetAsync");
+    if (status == STATUS_OK) status = stream_drain(stream);
+    cuda_ignore(cudaStreamDestroy(stream));
+    return status;
+}
+
 /* Clear memory for the states, and page-locked memory. */
 static Status allocate_slots(void **states, void **noted)
 {
     const size_t bytes = SLOTS * sizeof(IndexState);
-    cudaStream_t stream = NULL;
     Status status = cuda_allocation_status(
         cudaHostAlloc(noted, SLOTS * sizeof(BadIndex), cudaHostAllocMapped), "cudaHostAlloc");
     if (status != STATUS_OK) return status;
     memset(*noted, 0, SLOTS * sizeof(BadIndex));
     status = cuda_allocation_status(cudaMalloc(states, bytes), "cudaMalloc");
-    if (status != STATUS_OK) return status;
-    CUDA_TRY(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
-    status = cuda_status(cudaMemsetAsync(*states, 0, bytes, stream), "cudaMemsetAsync");
-    if (status == STATUS_OK) status = stream_drain(stream);
-    cuda_ignore(cudaStreamDestroy(stream));
-    return status;
+    return status == STATUS_OK ? clear_states(*states, bytes) : status;
 }
 
 /* In the middle of a capture too. */
@@ -871,18 +876,18 @@ static Status make_slots(Slots *slots)
 }
 
 /* With the lock. Where all are taken, which takes thousands of streams at once, the last is shared:
- * its error may then be raised on another stream than its own. */
+ * its error may then be raised on another stream than its own, and by who comes later. */
 static int find_slot(int device)
 {
     Slots &slots = devices[device].slots;
-    for (int tried = 0; tried < SLOTS - 1; tried++) {
+    for (int tried = 0; tried < SHARED_SLOT; tried++) {
         const int slot = slots.next;
-        slots.next = (slots.next + 1) % (SLOTS - 1);
+        slots.next = (slots.next + 1) % SHARED_SLOT;
         if (slots.taken[slot]) continue;
         slots.taken[slot] = true;
         return slot;
     }
-    return SLOTS - 1;
+    return SHARED_SLOT;
 }
 
 int slot_take(int device)
@@ -896,7 +901,8 @@ int slot_take(int device)
 void slot_give(int device, int slot, bool stale)
 {
     pthread_mutex_lock(&lock);
-    if (stale) __atomic_store_n(&devices[device].slots.stale[slot], true, __ATOMIC_RELAXED);
+    if (stale && slot != SHARED_SLOT)
+        __atomic_store_n(&devices[device].slots.stale[slot], true, __ATOMIC_RELAXED);
     devices[device].slots.taken[slot] = false;
     pthread_mutex_unlock(&lock);
 }
@@ -926,8 +932,10 @@ Status report_open(const Stream *stream, int slot, const char *op, int axis, int
     }
     if (is_stale(stream->device, slot)) {
         slots.noted[slot].call = 0;
-        CUDA_TRY(cudaMemsetAsync(slots.states + slot, 0, sizeof *slots.states, stream->handle));
-        __atomic_store_n(&slots.stale[slot], false, __ATOMIC_RELAXED);
+        Status status = in_spite_of_captures(
+            [&] { return clear_states(slots.states + slot, sizeof *slots.states); });
+        if (status != STATUS_OK) return status;
+        __atomic_store_n(&slots.stale[slot], false, __ATOMIC_RELEASE);
     }
     report->state = slots.states + slot;
     report->noted = slots.noted + slot;

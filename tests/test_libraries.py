@@ -1231,6 +1231,27 @@ def test_a_bad_index_in_a_replay(torch, gpuops):
         assert result.tolist() == [3, 3, 3]
 
 
+CAPTURED_WHERE_OTHERS_HAVE_NOTED = """
+import torch, gpuops
+x, bad, out = gpuops.zeros(5), gpuops.to_device([7]), gpuops.zeros(1)
+for _ in range(4200):  # which goes through all the places that hold bad indices
+    gpuops.gather(x, bad, out=out, stream=gpuops.Stream())
+stream, graph = gpuops.Stream(), torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph, stream=torch.cuda.ExternalStream(stream.ptr)):
+    gpuops.gather(x, bad, out=out, stream=stream)
+try:  # The graph has not run.
+    gpuops.gather(x, bad, out=out, stream=stream)
+    stream.synchronize()
+except IndexError as error:
+    print(error)
+"""
+
+
+def test_a_capture_that_never_runs_hides_no_bad_index(torch, gpuops):
+    found = run_child(gpuops, CAPTURED_WHERE_OTHERS_HAVE_NOTED, timeout=120)
+    assert found == late(7, 0, 5) + "\n"
+
+
 def test_cupy_captures(cupy, gpuops):
     stream = cupy.cuda.Stream(non_blocking=True)
     given = gpuops.Stream.from_external(Handle(stream.ptr))

@@ -869,6 +869,7 @@ def test_small_calls_need_room_as_well(child):
         + """
 x, table, i = np.ones((70, 70)), np.ones(5000, "f4"), np.arange(5000)
 calls = [("add", table, table), ("gather", table, i), ("take", table, i),
+         ("scatter", table, i, 1), ("scatter_add", table, i, 0),
          ("correlate", x, np.ones((9, 9))), ("matmul", x.astype("i4"), x.astype("i4"))]
 assert {taken(*call) for call in calls} == {"cuda"}
 gpuops.memory_limit(0)
@@ -878,6 +879,42 @@ assert taken("correlate", x, np.ones((300, 300))) == taken("matmul", x, x) == "c
 assert taken("correlate", x, np.ones((9, 9))) == "cuda"
 """,
         MIB="64",
+    )
+
+
+@pytest.mark.parametrize("slab_bytes", [0, 64 << 10])
+def test_rows_that_are_sorted_or_summed_in_tables_need_room(child, slab_bytes):
+    """However much there is, the call is made."""
+    child(
+        ROOMLESS
+        + f"fake.set_slab_bytes({slab_bytes})"
+        + """
+i = np.random.default_rng(0).integers(0, 100, 1 << 17)
+one, many = np.float32(1), np.ones(i.size)
+for name, x, i, values, given in [
+    ("scatter_add", np.zeros(100, "f4"), i.astype("i1"), one, {"deterministic": True}),
+    ("scatter_add", np.zeros(100, "f8"), i, many, {"deterministic": True}),
+    ("scatter_add", np.zeros(30000, "f2"), i.astype("i2"), one, {}),
+    ("scatter_add", np.zeros((100, 77), "f2"), i[:246], np.ones((246, 77), "f2"), {}),
+    ("scatter_add", np.zeros(1 << 20, "f4"), i, many.astype("f4"), {}),
+    ("scatter_add", np.zeros(100, "i8"), i.astype("u1"), 1, {}),
+    ("scatter", np.zeros(100, "f4"), i.astype("i1"), many, {}),
+    ("scatter", np.zeros(1 << 20, "f8"), i, many, {}),
+    ("scatter", np.zeros((1 << 16, 3), "u1"), i, np.ones((i.size, 3), "u1"), {}),
+]:
+    ways = []
+    for limit in [0, *(1 << bits for bits in range(16, 28))]:
+        gpuops.empty_cache()
+        gpuops.memory_limit(limit)
+        getattr(gpuops, name)(x, i, values, device="auto", **given)
+        ways.append(gpuops.last_route().way)
+    assert ways[0] == "cpu" and ways[-1] == "cuda", (name, x.shape, x.dtype, ways)
+for limit, way in [(64 << 20, "cpu"), (256 << 20, "cuda")]:  # where it takes 72 MiB
+    gpuops.memory_limit(limit)
+    many = np.zeros(4 << 20, "i1")
+    assert gpuops.explain("scatter_add", np.zeros(9), many, 1, device="auto").chosen.way == way
+""",
+        MIB="256",
     )
 
 
