@@ -354,11 +354,12 @@ def test_a_bad_index_is_not_told_of_by_a_later_call(gpuops, fake):
 
 def test_no_bad_index_is_lost_where_all_places_for_them_are_in_use(gpuops, fake):
     """The last of them is shared by all streams that there are no others for."""
-    d = gpuops.to_device(np.arange(5.0))
+    x, out = gpuops.zeros(5), gpuops.zeros(1)
+    good, bad = gpuops.to_device([1]), gpuops.to_device([9])
     streams = [gpuops.Stream() for _ in range(SLOTS + 1)]
     for stream in streams:
-        gpuops.gather(d, [1], stream=stream)
-    gpuops.gather(d, [9], stream=streams[-2])
+        gpuops.gather(x, good, out=out, stream=stream)
+    gpuops.gather(x, bad, out=out, stream=streams[-2])
     before = fake.calls("cudaStreamDestroy")
     del stream, streams[-1]
     assert fake.calls("cudaStreamDestroy") > before
