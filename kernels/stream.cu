@@ -834,7 +834,7 @@ Status event_wait(Event *event, Stream *waiting)
 
 /* Bad indices. */
 
-/* On a stream of its own, so that it is no part of a capture. */
+/* On a stream of its own, which is waited for: it is no part of a capture. */
 static Status clear_states(void *states, size_t bytes)
 {
     cudaStream_t stream = NULL;
@@ -930,17 +930,24 @@ Status report_open(const Stream *stream, int slot, const char *op, int axis, int
         pthread_mutex_unlock(&making);
         if (status != STATUS_OK) return status;
     }
+    IndexState *state = slots.states + slot;
+    const bool is_captured = stream_is_capturing(stream);
     if (is_stale(stream->device, slot)) {
         slots.noted[slot].call = 0;
-        Status status = in_spite_of_captures(
-            [&] { return clear_states(slots.states + slot, sizeof *slots.states); });
-        if (status != STATUS_OK) return status;
+        if (is_captured) {
+            /* Its graph may never run. */
+            Status status =
+                in_spite_of_captures([&] { return clear_states(state, sizeof *state); });
+            if (status != STATUS_OK) return status;
+        } else {
+            CUDA_TRY(cudaMemsetAsync(state, 0, sizeof *state, stream->handle));
+        }
         __atomic_store_n(&slots.stale[slot], false, __ATOMIC_RELEASE);
     }
-    report->state = slots.states + slot;
+    report->state = state;
     report->noted = slots.noted + slot;
     report->call = __atomic_add_fetch(&calls, 1, __ATOMIC_RELAXED);
-    if (stream_is_capturing(stream)) report->call |= REPLAYED;
+    if (is_captured) report->call |= REPLAYED;
     report->axis_size = axis_size;
     report->op = op;
     report->axis = axis;
@@ -975,10 +982,14 @@ static Status tell(const Stream *stream, int slot, bool late)
     /* The next call on this stream comes after it is clear. Of another library's stream that nobody
      * holds any more, the handle may be gone, and all work done. */
     const bool is_there = __atomic_load_n(&stream->references, __ATOMIC_RELAXED) > 0;
-    const cudaError_t cleared = cudaMemsetAsync(slots.states + slot, 0, sizeof *slots.states,
-                                                is_there ? stream->handle : 0);
-    cuda_ignore(cleared);
-    if (cleared != cudaSuccess) __atomic_store_n(&slots.stale[slot], true, __ATOMIC_RELAXED);
+    bool is_clear = false;
+    if (!is_there || !stream_is_capturing(stream)) {
+        const cudaError_t code = cudaMemsetAsync(slots.states + slot, 0, sizeof *slots.states,
+                                                 is_there ? stream->handle : 0);
+        cuda_ignore(code);
+        is_clear = code == cudaSuccess;
+    }
+    if (!is_clear) __atomic_store_n(&slots.stale[slot], true, __ATOMIC_RELAXED);
     return fail_cuda(found, 0, "", failure.text);
 }
 

@@ -1295,6 +1295,50 @@ def test_other_threads_spoil_no_capture(gpuops, capture, lazy, name):
         run_threads([lambda: UNCAPTURED[name](gpuops, d, x)])
 
 
+CLEARED_APART = """
+import gpuops
+from faults.fake import Fake
+fake = Fake({folder!r})
+x, bad, out = gpuops.zeros(5), gpuops.to_device([7]), gpuops.zeros(1)
+def cleared_in_capture(call):  # how often something was, and never by the graph
+    before = fake.calls("cudaStreamDestroy"), fake.calls("cudaMemsetAsync")
+    fake.set_capturing(stream.ptr, True)
+    call(lambda: gpuops.gather(x, bad, out=out, stream=stream))
+    fake.set_capturing(stream.ptr, False)
+    apart, cleared = fake.calls("cudaStreamDestroy"), fake.calls("cudaMemsetAsync")
+    assert apart - before[0] == cleared - before[1]
+    return apart - before[0]
+def told(call):
+    try:
+        call()
+    except IndexError:
+        return True
+    return False
+# By streams that are gone, in all the places that hold bad indices.
+for _ in range(4200):
+    gpuops.gather(x, bad, out=out, stream=gpuops.Stream())
+stream = gpuops.Stream()
+assert cleared_in_capture(lambda gather: gather()) == 1
+assert cleared_in_capture(lambda gather: gather()) == 0
+assert told(stream.synchronize)
+# By a call before the capture, of which is told in it.
+gpuops.gather(x, bad, out=out, stream=stream)
+event = gpuops.Event()
+event.record(stream)
+assert cleared_in_capture(lambda gather: [told(event.synchronize), gather()].index(True)) == 1
+assert told(stream.synchronize)
+gpuops.gather(x, bad, out=out, stream=stream)
+assert told(stream.synchronize)
+print(fake.take_misuse())
+"""
+
+
+def test_no_graph_clears_what_calls_before_have_noted(fake_device, fake_folder):
+    """It may never run, and bad indices are lost where nobody has cleared their place."""
+    source = CLEARED_APART.format(folder=str(fake_folder / "cudart"))
+    assert run_child(fake_device.gpuops, source) == "\n"
+
+
 def test_host_operands_in_a_capture(gpuops, capture):
     """A graph would copy from memory that is gone when it runs: nothing is queued but an error."""
     x, places = np.arange(20.0), [3, 1, 2]
