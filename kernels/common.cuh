@@ -235,6 +235,9 @@ void pipeline_flush(int device);
 void memory_flush(Stream *stream);
 bool memory_is_stored(const Stream *stream);
 void memory_flush_device(int device);
+/* Gives back all that nobody uses, after the work of the device that is current, for another try to
+ * get memory. */
+Status memory_trim(int device);
 /* Gives back what nobody holds any more but work that is over now. Without locks, for owners are
  * told. */
 void memory_settle(void);

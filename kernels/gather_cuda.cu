@@ -518,15 +518,17 @@ static Status gather_on_current_device(const Call *call, Gather gather, int64_t 
                  : round_up(index_count * gather.index_bytes, ALIGNMENT);
     if (status == STATUS_OK && call->stream == NULL && call->watch != NULL && !slab_has_room(whole))
         status = stream_await(arena.owner, call->watch);
+    arena.slot = slot_take(call->device);
+    /* Before there is an arena, which may leave no memory. */
+    if (status == STATUS_OK && gather.mode == MODE_RAISE)
+        status = report_open(arena.owner, arena.slot, call->op->name, call->axis, gather.axis_size,
+                             &arena.report);
     if (status == STATUS_OK) status = open_arena(&arena, whole);
     if (status != STATUS_OK) {
+        slot_give(call->device, arena.slot, false);
         free(copy);
         return status;
     }
-    arena.slot = slot_take(call->device);
-    if (gather.mode == MODE_RAISE)
-        status = report_open(arena.owner, arena.slot, call->op->name, call->axis, gather.axis_size,
-                             &arena.report);
     /* A single tile is checked as it is gathered, before it is written to the host. */
     if (status == STATUS_OK && gather.mode == MODE_RAISE && (rows == 0 || arena.bytes < whole))
         status = check_all_indices(gather, &arena, index_count);

@@ -130,6 +130,17 @@ static Status fail_allocation(int device, int64_t bytes)
                      text);
 }
 
+/* What is stored, and what the pool keeps, may be in pieces. */
+Status memory_trim(int device)
+{
+    const cudaMemPool_t pool = pool_of(device);
+    memory_flush_device(device);
+    if (pool == NULL || device_is_capturing(device)) return STATUS_OK;
+    CUDA_TRY(cudaDeviceSynchronize());
+    CUDA_TRY(cudaMemPoolTrimTo(pool, 0));
+    return STATUS_OK;
+}
+
 Status device_allocate(int device, int64_t bytes, cudaStream_t stream, void **memory)
 {
     *memory = NULL;
@@ -138,13 +149,8 @@ Status device_allocate(int device, int64_t bytes, cudaStream_t stream, void **me
     const cudaMemPool_t pool = pool_of(device);
     in_spite_of_captures([&] { status = allocate(bytes, pool, stream, memory); });
     if (status != STATUS_MEMORY_ERROR) return status;
-    /* What is stored, and what the pool keeps, may be in pieces: give them back, and try again. */
-    memory_flush_device(device);
-    if (pool != NULL && !device_is_capturing(device)) {
-        CUDA_TRY(cudaDeviceSynchronize());
-        CUDA_TRY(cudaMemPoolTrimTo(pool, 0));
-    }
-    status = allocate(bytes, pool, stream, memory);
+    status = memory_trim(device);
+    if (status == STATUS_OK) status = allocate(bytes, pool, stream, memory);
     return status == STATUS_MEMORY_ERROR ? fail_allocation(device, bytes) : status;
 }
 

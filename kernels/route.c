@@ -102,10 +102,15 @@ bool input_is_cast_at_work(const Call *call, int i)
            view_items(input) >= LEAST_ITEMS && dtype_widens(input->dtype, call->compute);
 }
 
+static bool is_cast_after_copy(const Call *call, int i)
+{
+    return call->compute != DTYPE_OPAQUE && input_is_cast_at_work(call, i);
+}
+
 /* The part of them that goes up, where the cast comes after that. */
 static double part_sent(const Call *call, int i)
 {
-    if (call->compute == DTYPE_OPAQUE || !input_is_cast_at_work(call, i)) return 1;
+    if (!is_cast_after_copy(call, i)) return 1;
     return (double)call->inputs[i].item_bytes / (double)dtype_bytes(call->compute);
 }
 
@@ -660,24 +665,29 @@ static void add_candidate(const Call *call, const Weight *weight, const double *
 }
 
 /* Sums of a product, and lines of an image, are whole in each part: two parts of each operand are
- * on the device, and of an image also the lines beside one. */
+ * on the device, and what one is cast to, and of an image also the lines beside one. */
 static double bytes_in_parts(const Call *call)
 {
     const View *x = &call->inputs[0], *y = &call->inputs[1];
     if (!has_sums(call)) return PARTS_BYTES;
-    const double item_bytes = fmax((double)x->item_bytes, (double)call->out.item_bytes);
-    const double line = x->ndim > 0 ? item_bytes * (double)x->shape[x->ndim - 1] : 0;
-    const bool is_image = call->op->work == WORK_FILTERS;
-    if (!is_image) return 4 * line + PARTS_BYTES;
+    const double length = x->ndim > 0 ? (double)x->shape[x->ndim - 1] : 0;
+    if (call->op->work == WORK_PRODUCTS) {
+        const bool casts = is_cast_after_copy(call, 0) || is_cast_after_copy(call, 1);
+        const double item_bytes = (double)dtype_bytes(call->compute);
+        return (casts ? 6 : 4) * item_bytes * length + PARTS_BYTES;
+    }
+    const double line = fmax((double)x->item_bytes, (double)call->out.item_bytes) * length;
     return fmax(2 * (1 + (double)view_count(y, 0, y->ndim - 1)) * line, PARTS_BYTES);
 }
 
-/* What a call needs beside the operands and the result is less than these again, but for cuBLASLt,
- * weights of a filter that go there, and rows that are written. gather makes do with what there
- * is. */
+/* What a call needs beside the operands and the result is less than these again, but for what is
+ * cast there, cuBLASLt, weights of a filter that go there, and rows that are written. gather makes
+ * do with what there is. */
 static bool has_room(const Call *call, int device, const Candidate *candidate)
 {
-    const double whole = 2 * ((double)candidate->bytes_up + (double)candidate->bytes_down);
+    double whole = 2 * ((double)candidate->bytes_up + (double)candidate->bytes_down);
+    for (int i = 0; i < call->input_count; i++)
+        if (is_cast_after_copy(call, i)) whole += bytes_of_input(call, i);
     double bytes = whole;
     if (call->own_transfer) bytes = fmin(bytes, GATHER_BYTES);
     if (call->run_in_parts != NULL) bytes = fmin(bytes, bytes_in_parts(call));

@@ -552,12 +552,19 @@ static unsigned long long noted_in(int device, int slot)
     return __atomic_load_n(&noted[slot].call, __ATOMIC_ACQUIRE);
 }
 
+/* A call that has been told of may still be at work, and find a bad index before that one. */
+static bool is_told(int device, int slot, unsigned long long call)
+{
+    return call == __atomic_load_n(&devices[device].slots.told[slot], __ATOMIC_RELAXED) &&
+           !(call & REPLAYED);
+}
+
 /* The number of the call that noted a bad index on a stream; the greatest number if none did. */
 static unsigned long long noted_call(const Stream *stream)
 {
     const int slot = __atomic_load_n(&stream->slot, __ATOMIC_RELAXED);
     const unsigned long long call = noted_in(stream->device, slot);
-    return call == 0 ? ~0ull : call;
+    return call == 0 || is_told(stream->device, slot, call) ? ~0ull : call;
 }
 
 /* A stream that only we know, and that nobody has used since all on it was done. Those of pipelines
@@ -834,8 +841,8 @@ Status event_wait(Event *event, Stream *waiting)
 
 /* Bad indices. */
 
-/* On a stream of its own, which is waited for: it is no part of a capture. */
-static Status clear_states(void *states, size_t bytes)
+/* At once, and as no part of a capture. */
+static Status clear_now(void *states, size_t bytes)
 {
     cudaStream_t stream = NULL;
     CUDA_TRY(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
@@ -854,11 +861,11 @@ static Status allocate_slots(void **states, void **noted)
     if (status != STATUS_OK) return status;
     memset(*noted, 0, SLOTS * sizeof(BadIndex));
     status = cuda_allocation_status(cudaMalloc(states, bytes), "cudaMalloc");
-    return status == STATUS_OK ? clear_states(*states, bytes) : status;
+    return status == STATUS_OK ? clear_now(*states, bytes) : status;
 }
 
 /* In the middle of a capture too. */
-static Status make_slots(Slots *slots)
+static Status try_to_make_slots(Slots *slots)
 {
     void *states = NULL, *noted = NULL;
     Status status = STATUS_OK;
@@ -875,8 +882,26 @@ static Status make_slots(Slots *slots)
     return status;
 }
 
+static Status make_slots(int device)
+{
+    Slots *slots = &devices[device].slots;
+    Status status = try_to_make_slots(slots);
+    if (status != STATUS_MEMORY_ERROR) return status;
+    status = memory_trim(device);
+    return status == STATUS_OK ? try_to_make_slots(slots) : status;
+}
+
+/* In the order of a stream, but where that is captured: its graph may never run. */
+static Status clear_slot(int device, int slot, cudaStream_t handle, bool is_captured)
+{
+    IndexState *state = devices[device].slots.states + slot;
+    if (is_captured) return in_spite_of_captures([&] { return clear_now(state, sizeof *state); });
+    return cuda_status(cudaMemsetAsync(state, 0, sizeof *state, handle), "cudaMemsetAsync");
+}
+
 /* With the lock. Where all are taken, which takes thousands of streams at once, the last is shared:
- * its error may then be raised on another stream than its own, and by who comes later. */
+ * its error may then be raised on another stream than its own, and by who comes later, and of two
+ * at a time one is lost. */
 static int find_slot(int device)
 {
     Slots &slots = devices[device].slots;
@@ -919,6 +944,22 @@ Status slot_of(Stream *stream, int *slot)
     return STATUS_OK;
 }
 
+/* By one of the threads whose calls are the first on a stream. */
+static Status freshen(const Stream *stream, int slot, bool is_captured)
+{
+    static pthread_mutex_t clearing = PTHREAD_MUTEX_INITIALIZER;
+    Slots &slots = devices[stream->device].slots;
+    Status status = STATUS_OK;
+    pthread_mutex_lock(&clearing);
+    if (is_stale(stream->device, slot)) {
+        slots.noted[slot].call = 0;
+        status = clear_slot(stream->device, slot, stream->handle, is_captured);
+        if (status == STATUS_OK) __atomic_store_n(&slots.stale[slot], false, __ATOMIC_RELEASE);
+    }
+    pthread_mutex_unlock(&clearing);
+    return status;
+}
+
 Status report_open(const Stream *stream, int slot, const char *op, int axis, int64_t axis_size,
                    IndexReport *report)
 {
@@ -926,25 +967,16 @@ Status report_open(const Stream *stream, int slot, const char *op, int axis, int
     if (__atomic_load_n(&slots.states, __ATOMIC_ACQUIRE) == NULL) {
         static pthread_mutex_t making = PTHREAD_MUTEX_INITIALIZER;
         pthread_mutex_lock(&making);
-        Status status = slots.states == NULL ? make_slots(&slots) : STATUS_OK;
+        Status status = slots.states == NULL ? make_slots(stream->device) : STATUS_OK;
         pthread_mutex_unlock(&making);
         if (status != STATUS_OK) return status;
     }
-    IndexState *state = slots.states + slot;
     const bool is_captured = stream_is_capturing(stream);
     if (is_stale(stream->device, slot)) {
-        slots.noted[slot].call = 0;
-        if (is_captured) {
-            /* Its graph may never run. */
-            Status status =
-                in_spite_of_captures([&] { return clear_states(state, sizeof *state); });
-            if (status != STATUS_OK) return status;
-        } else {
-            CUDA_TRY(cudaMemsetAsync(state, 0, sizeof *state, stream->handle));
-        }
-        __atomic_store_n(&slots.stale[slot], false, __ATOMIC_RELEASE);
+        Status status = freshen(stream, slot, is_captured);
+        if (status != STATUS_OK) return status;
     }
-    report->state = state;
+    report->state = slots.states + slot;
     report->noted = slots.noted + slot;
     report->call = __atomic_add_fetch(&calls, 1, __ATOMIC_RELAXED);
     if (is_captured) report->call |= REPLAYED;
@@ -954,15 +986,8 @@ Status report_open(const Stream *stream, int slot, const char *op, int axis, int
     return STATUS_OK;
 }
 
-static Status tell(const Stream *stream, int slot, bool late)
+static Status fail_by(const BadIndex *noted, bool late)
 {
-    Slots &slots = devices[stream->device].slots;
-    volatile BadIndex *noted = slots.noted + slot;
-    const unsigned long long call = __atomic_load_n(&noted->call, __ATOMIC_ACQUIRE);
-    /* A call that has been told of may still be at work, and find a bad index before that one. */
-    if (call == 0 || (call == slots.told[slot] && !(call & REPLAYED))) return STATUS_OK;
-    slots.told[slot] = call;
-
     char index[24], when[160] = "";
     const unsigned long long value = noted->index;
     if (noted->is_signed)
@@ -974,23 +999,30 @@ static Status tell(const Stream *stream, int slot, bool late)
                  " (found by an earlier %s on this stream; GPUOPS_LAUNCH_BLOCKING=1 raises at the "
                  "call)",
                  noted->op);
-    const Status found =
-        fail(STATUS_INDEX_ERROR, "index %s is out of bounds for axis %d with size %lld%s", index,
-             noted->axis, noted->axis_size, when);
+    return fail(STATUS_INDEX_ERROR, "index %s is out of bounds for axis %d with size %lld%s", index,
+                noted->axis, noted->axis_size, when);
+}
+
+static Status tell(const Stream *stream, int slot, bool late)
+{
+    Slots &slots = devices[stream->device].slots;
+    BadIndex *noted = slots.noted + slot;
+    unsigned long long call = __atomic_load_n(&noted->call, __ATOMIC_ACQUIRE);
+    if (call == 0) return STATUS_OK;
+    Status found = STATUS_OK;
+    if (!is_told(stream->device, slot, call)) found = fail_by(noted, late);
     const Failure failure = *last_failure();
-    __atomic_store_n(&noted->call, 0ull, __ATOMIC_RELEASE);
+    __atomic_store_n(&slots.told[slot], call, __ATOMIC_RELAXED);
+    /* The note of a later call stays. */
+    (void)__atomic_compare_exchange_n(&noted->call, &call, 0ull, false, __ATOMIC_RELEASE,
+                                      __ATOMIC_RELAXED);
     /* The next call on this stream comes after it is clear. Of another library's stream that nobody
      * holds any more, the handle may be gone, and all work done. */
     const bool is_there = __atomic_load_n(&stream->references, __ATOMIC_RELAXED) > 0;
-    bool is_clear = false;
-    if (!is_there || !stream_is_capturing(stream)) {
-        const cudaError_t code = cudaMemsetAsync(slots.states + slot, 0, sizeof *slots.states,
-                                                 is_there ? stream->handle : 0);
-        cuda_ignore(code);
-        is_clear = code == cudaSuccess;
-    }
-    if (!is_clear) __atomic_store_n(&slots.stale[slot], true, __ATOMIC_RELAXED);
-    return fail_cuda(found, 0, "", failure.text);
+    const Status cleared = clear_slot(stream->device, slot, is_there ? stream->handle : 0,
+                                      is_there && stream_is_capturing(stream));
+    if (cleared != STATUS_OK) __atomic_store_n(&slots.stale[slot], true, __ATOMIC_RELAXED);
+    return found == STATUS_OK ? found : fail_cuda(found, 0, "", failure.text);
 }
 
 Status slot_check(const Stream *stream, int slot, bool late)

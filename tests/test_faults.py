@@ -374,6 +374,38 @@ def test_no_bad_index_is_lost_where_all_places_for_them_are_in_use(fake_device):
     assert found == "index 9 is out of bounds for axis 0 with size 5\n"
 
 
+NO_MEMORY_FOR_PLACES = """
+import gpuops, numpy as np
+from faults.fake import Fake
+fake = Fake({folder!r})
+fake.set_memory_limit(64 << 20)
+x, i = np.arange(20 << 17, dtype="f8"), np.arange(1 << 20)
+gpuops.gather(x, i, mode="clip")
+gpuops.empty_cache()
+{short}
+assert (gpuops.gather(x, i) == i).all()
+try:
+    gpuops.gather(x, x.size + i)
+except IndexError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize(
+    "short",
+    [
+        "fake.leave_free(36 << 20)  # just what gather takes",
+        "gpuops.zeros((64 << 20) - 4096, 'u1', device='cuda')  # which is kept for later",
+    ],
+)
+def test_memory_for_bad_indices_is_found(fake_device, fake_folder, short):
+    """With the first call that may have one: before gather takes all there is, or in the pool."""
+    folder = str(fake_folder / "cudart")
+    source = NO_MEMORY_FOR_PLACES.format(folder=folder, short=short)
+    found = run_child(fake_device.gpuops, source)
+    assert found == "index 2621440 is out of bounds for axis 0 with size 2621440\n"
+
+
 # Errors of others.
 
 

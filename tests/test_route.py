@@ -901,9 +901,10 @@ for name, x, i, values, given in [
     ("scatter", np.zeros(100, "f4"), i.astype("i1"), many, {}),
     ("scatter", np.zeros(1 << 20, "f8"), i, many, {}),
     ("scatter", np.zeros((1 << 16, 3), "u1"), i, np.ones((i.size, 3), "u1"), {}),
+    ("scatter", np.zeros((100, 1024), "c16"), i[:4096], np.ones((4096, 1024), "i1"), {}),
 ]:
     ways = []
-    for limit in [0, *(1 << bits for bits in range(16, 28))]:
+    for limit in [0, *(1 << bits for bits in range(16, 29))]:
         gpuops.empty_cache()
         gpuops.memory_limit(limit)
         getattr(gpuops, name)(x, i, values, device="auto", **given)
@@ -914,7 +915,26 @@ for limit, way in [(64 << 20, "cpu"), (256 << 20, "cuda")]:  # where it takes 72
     many = np.zeros(4 << 20, "i1")
     assert gpuops.explain("scatter_add", np.zeros(9), many, 1, device="auto").chosen.way == way
 """,
-        MIB="256",
+        MIB="300",
+    )
+
+
+def test_what_is_cast_on_the_gpu_needs_room(child):
+    """Beside what was sent of it; of a product whose sums are not cut, in each part."""
+    child(
+        ROOMLESS
+        + """
+keep(**{f"add.cpu_{size}": 1e-12 for size in ("small", "large", "far")})  # what casts go by
+x = np.ones((2, 5 << 20), "i8")
+for mib, way in [(238, "cpu"), (400, "cuda")]:
+    gpuops.memory_limit(mib << 20)
+    assert taken("matmul", x, x.T.astype("u8")) == way
+x, y = np.ones(8 << 20, "i1"), np.ones(8 << 20, "u4")
+for mib, way in [(140, "cpu"), (400, "cuda")]:
+    gpuops.memory_limit(mib << 20)
+    assert taken("matmul", x, y) == way
+""",
+        MIB="512",
     )
 
 
