@@ -1306,11 +1306,14 @@ gpuops.gather(x, bad, out=out, stream=stream)
 wanted, found = struct.pack("<QQq", 0, 12345678, 5), []
 with open("/proc/self/maps") as maps, open("/proc/self/mem", "rb", 0) as memory:
     for line in maps.read().splitlines():
-        if line.split()[1] != "rw-p" and line.split()[1] != "rw-s":
-            continue
         begin, end = (int(part, 16) for part in line.split()[0].split("-"))
+        if not line.split()[1].startswith("rw") or end - begin > 1 << 30:
+            continue
         memory.seek(begin)
-        data, at = memory.read(end - begin) if begin < 1 << 47 else b"", 7
+        try:
+            data, at = memory.read(end - begin), 7
+        except OSError:  # what sanitizers have mapped
+            continue
         while (at := data.find(wanted, at + 1)) >= 0:
             if 0 < struct.unpack_from("<Q", data, at - 8)[0] < 1000:
                 found.append(begin + at - 8)
