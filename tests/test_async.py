@@ -20,6 +20,7 @@ from capsules import Producer, new_kind
 from helpers import (
     INDEX_DTYPES,
     UNCAPTURED,
+    constant,
     filled_array,
     keep_busy,
     run_child,
@@ -1360,7 +1361,7 @@ def told(call):
         return True
     return False
 # By streams that are gone, in all the places that hold bad indices.
-for _ in range(4200):
+for _ in range({count}):
     gpuops.gather(x, bad, out=out, stream=gpuops.Stream())
 stream = gpuops.Stream()
 assert cleared_in_capture(lambda gather: gather()) == 1
@@ -1381,7 +1382,8 @@ print(fake.take_misuse())
 
 def test_no_graph_clears_what_calls_before_have_noted(fake_device, fake_folder):
     """It may never run, and bad indices are lost where nobody has cleared their place."""
-    source = CLEARED_APART.format(folder=str(fake_folder / "cudart"))
+    folder, count = str(fake_folder / "cudart"), constant("stream.cu", "SLOTS") + 100
+    source = CLEARED_APART.format(folder=folder, count=count)
     assert run_child(fake_device.gpuops, source) == "\n"
 
 

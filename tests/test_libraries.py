@@ -16,7 +16,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import reference
-from helpers import INDEX_DTYPES, UNCAPTURED, filled_array, run_child, run_threads, same
+from helpers import (
+    INDEX_DTYPES,
+    UNCAPTURED,
+    constant,
+    filled_array,
+    run_child,
+    run_threads,
+    same,
+)
 from rtc import random_pair, saxpy_module
 
 # JAX takes most of the GPU's memory at once unless it is told not to, before it is imported.
@@ -1234,7 +1242,7 @@ def test_a_bad_index_in_a_replay(torch, gpuops):
 CAPTURED_WHERE_OTHERS_HAVE_NOTED = """
 import torch, gpuops
 x, bad, out = gpuops.zeros(5), gpuops.to_device([7]), gpuops.zeros(1)
-for _ in range(4200):  # which goes through all the places that hold bad indices
+for _ in range({count}):  # in all the places that hold bad indices
     gpuops.gather(x, bad, out=out, stream=gpuops.Stream())
 stream, graph = gpuops.Stream(), torch.cuda.CUDAGraph()
 with torch.cuda.graph(graph, stream=torch.cuda.ExternalStream(stream.ptr)):
@@ -1248,7 +1256,8 @@ except IndexError as error:
 
 
 def test_a_capture_that_never_runs_hides_no_bad_index(torch, gpuops):
-    found = run_child(gpuops, CAPTURED_WHERE_OTHERS_HAVE_NOTED, timeout=120)
+    source = CAPTURED_WHERE_OTHERS_HAVE_NOTED.format(count=constant("stream.cu", "SLOTS") + 100)
+    found = run_child(gpuops, source, timeout=120)
     assert found == late(7, 0, 5) + "\n"
 
 
