@@ -11,7 +11,6 @@ best way. Each is a target of its case.
 
 import functools
 import math
-import mmap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from operator import getitem
@@ -83,19 +82,6 @@ def _square(run: Run, count: int) -> numpy.ndarray:
 
 def _assign(x: numpy.ndarray, indices: numpy.ndarray, values: numpy.ndarray) -> None:
     x[indices] = values
-
-
-def copy_alike(array: numpy.ndarray) -> numpy.ndarray:
-    """Copy an array to where it lies in a page as before.
-
-    Where short arrays lie to one another decides how long it takes to write to one of them: what is
-    read may seem to have been written just then, if the addresses end alike.
-    """
-    room = numpy.empty(array.nbytes + mmap.PAGESIZE, numpy.uint8)
-    offset = (array.ctypes.data - room.ctypes.data) % mmap.PAGESIZE
-    copy = room[offset : offset + array.nbytes].view(array.dtype).reshape(array.shape)
-    copy[...] = array
-    return copy
 
 
 def operators() -> dict[str, Operator]:
@@ -178,7 +164,7 @@ def cases(run: Run, name: str, operator: Operator) -> Iterator[Case]:
         count = 1 << power
         for clock in ("wall", "again") if power in operator.again else ("wall",):
             title = _name(name, count, clock)
-            if run.wants(title) and has_memory(run, title, _memory_for(operator, count)):
+            if run.wants(title) and has_memory(run, title, _memory_for(count)):
                 yield case_of(run, name, operator, count, clock)
 
 
@@ -197,15 +183,27 @@ def _name(operator: str, count: int, clock: str) -> str:
     return f"auto: {operator} of {count_name(count)} float32{suffix}"
 
 
-def _memory_for(operator: Operator, count: int) -> int:
-    """Bytes that a case takes at most: operands, which each contestant may have copies of."""
-    arrays = 24 * (4 if operator.in_place else 1) + 5 * 4
-    return count * arrays
+def _memory_for(count: int) -> int:
+    """Bytes that a case takes at most: operands, what is changed of them, and results."""
+    return count * (24 + 5 * 4)
 
 
 def case_of(run: Run, name: str, operator: Operator, count: int, clock: str) -> Case:
-    """All ways, and NumPy's, on the same arrays; those that are changed are everyone's own."""
+    """All ways, and NumPy's, on the same arrays; of what is changed, on the same copy.
+
+    Where short arrays lie to one another decides how long it takes to write to one of them, by up
+    to three times: what is read may seem to have been written just then, if the addresses are alike
+    to the processor.
+    """
     inputs = operator.inputs(run, count)
+    changed = numpy.empty_like(inputs[0])
+
+    def restore(array: numpy.ndarray) -> numpy.ndarray:
+        if array is not inputs[0]:
+            return array
+        changed[...] = array
+        return changed
+
     ours = getattr(gpuops, name)
     if name == "saxpy":
         ours = functools.partial(ours, FACTOR)
@@ -214,7 +212,7 @@ def case_of(run: Run, name: str, operator: Operator, count: int, clock: str) -> 
         if not operator.in_place:
             return Contestant(function, clock=clock, **options)
         return Contestant(
-            lambda x, *rest: (function(x, *rest), x)[1], convert=copy_alike, clock=clock, **options
+            lambda x, *rest: (function(x, *rest), x)[1], convert=restore, clock=clock, **options
         )
 
     contestants = {

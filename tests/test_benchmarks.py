@@ -281,6 +281,22 @@ print([[target["promise"] for target in record["targets"]] for record in run.cas
     assert said.count("1.05 promised") == said.count("1.15 promised") == 2
 
 
+def test_all_ways_change_the_same_array(cpu_device, tmp_path):
+    """Each finds it as it was. Where it lies to the others decides how long that takes."""
+    source = """
+import numpy
+from benchmarks import bench_auto
+case = bench_auto.case_of(run, "scatter_add", bench_auto.operators()["scatter_add"], 64, "wall")
+right, places = case.reference(*case.varying[0]), set()
+for contestant in case.contestants.values():
+    arrays = [contestant.convert(array) for array in case.varying[0]]
+    places.add(tuple(array.ctypes.data for array in arrays))
+    print(numpy.allclose(contestant.call(*arrays), right), end=" ")
+print(len(places))
+"""
+    assert said_by(cpu_device, tmp_path, source) == "True True True 1\n"
+
+
 ROUNDS = """
 from benchmarks import bench_auto, harness
 from benchmarks.harness import Case, Contestant
