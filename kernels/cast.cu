@@ -104,9 +104,9 @@ static void cast_plain(void *to, const char *from, int64_t step, int64_t count)
     cast_stretch<From>(static_cast<To *>(to), from, step, count);
 }
 
-#ifdef EACH_AVX2
+#ifdef TARGET_AVX2
 template <class From, class To>
-EACH_AVX2 static void cast_avx2(void *to, const char *from, int64_t step, int64_t count)
+TARGET_AVX2 static void cast_avx2(void *to, const char *from, int64_t step, int64_t count)
 {
     cast_stretch<From>(static_cast<To *>(to), from, step, count);
 }
@@ -115,7 +115,7 @@ EACH_AVX2 static void cast_avx2(void *to, const char *from, int64_t step, int64_
 template <class From, class To>
 static EachCast cast_of()
 {
-#ifdef EACH_AVX2
+#ifdef TARGET_AVX2
     if (cpu_has(CPU_LEVEL_3)) return cast_avx2<From, To>;
 #endif
     return cast_plain<From, To>;

@@ -18,6 +18,14 @@
 
 #define ALWAYS_INLINE __attribute__((always_inline))
 
+#if defined(__x86_64__) && !defined(__CUDA_ARCH__)
+/* For what cpu_has() chooses. What calls no fma() is compiled without the instructions for it: GCC
+ * 12.2 fuses the parts of complex products with them, whatever -ffp-contract says. */
+#define TARGET_AVX2 __attribute__((target("avx2")))
+#define TARGET_FMA __attribute__((target("avx2,fma")))
+#define TARGET_AVX512 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")))
+#endif
+
 #ifdef __CUDA_ARCH__
 #define UNROLL _Pragma("unroll")
 #define NO_UNROLL _Pragma("unroll 1")

@@ -50,14 +50,6 @@ Status fail_dtype(const Call *call, const char *expected);
 
 /* The CPU. */
 
-#if defined(__x86_64__) && !defined(__CUDA_ARCH__)
-/* What calls no fma() is compiled without the instructions for it: GCC 12.2 fuses the parts of
- * complex products with them, whatever -ffp-contract says. */
-#define EACH_AVX2 __attribute__((target("avx2")))
-#define EACH_FMA __attribute__((target("avx2,fma")))
-#define EACH_AVX512 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")))
-#endif
-
 /* A loop over elements that do not depend on each other, also where out is an input. */
 #define EACH_LOOP _Pragma("GCC ivdep")
 
@@ -239,21 +231,21 @@ static void each_plain(void *context, int64_t begin, int64_t end)
     each_range<Function, T>(*static_cast<const EachLoops *>(context), begin, end);
 }
 
-#ifdef EACH_AVX2
+#ifdef TARGET_AVX2
 template <class Function, class T>
-EACH_AVX2 static void each_avx2(void *context, int64_t begin, int64_t end)
+TARGET_AVX2 static void each_avx2(void *context, int64_t begin, int64_t end)
 {
     each_range<Function, T>(*static_cast<const EachLoops *>(context), begin, end);
 }
 
 template <class Function, class T>
-EACH_FMA static void each_fma(void *context, int64_t begin, int64_t end)
+TARGET_FMA static void each_fma(void *context, int64_t begin, int64_t end)
 {
     each_range<Function, T>(*static_cast<const EachLoops *>(context), begin, end);
 }
 
 template <class Function, class T>
-EACH_AVX512 static void each_avx512(void *context, int64_t begin, int64_t end)
+TARGET_AVX512 static void each_avx512(void *context, int64_t begin, int64_t end)
 {
     each_range<Function, T>(*static_cast<const EachLoops *>(context), begin, end);
 }
@@ -263,7 +255,7 @@ EACH_AVX512 static void each_avx512(void *context, int64_t begin, int64_t end)
 template <class Function, class T>
 static RangeFunction each_function(void)
 {
-#ifdef EACH_AVX2
+#ifdef TARGET_AVX2
     if constexpr (Function::IS_HEAVY)
         if (cpu_has(CPU_LEVEL_4)) return each_avx512<Function, T>;
     if constexpr (Function::FUSES)

@@ -46,10 +46,10 @@ static inline T load_unaligned(const char *at)
     return value;
 }
 
-/* Whether one of the indices is out of bounds. Both ends show in the highest bit, which leaves the
- * compiler a loop for vector instructions; no axis has as many as 2^62 places. */
+/* Both ends show in the highest bit, which leaves the compiler a loop for vector instructions; no
+ * axis has as many as 2^62 places. */
 template <class Index>
-static bool has_bad(const char *indices, int64_t count, uint64_t size)
+ALWAYS_INLINE static inline bool look_for_bad(const char *indices, int64_t count, uint64_t size)
 {
     const bool is_signed = static_cast<Index>(-1) < static_cast<Index>(1);
     const uint64_t from_end = is_signed ? size : 0, largest = size + from_end - 1;
@@ -60,6 +60,31 @@ static bool has_bad(const char *indices, int64_t count, uint64_t size)
         bits |= at | (largest - at);
     }
     return bits >> 63;
+}
+
+#ifdef TARGET_AVX512
+template <class Index>
+TARGET_AVX2 static bool look_for_bad_avx2(const char *indices, int64_t count, uint64_t size)
+{
+    return look_for_bad<Index>(indices, count, size);
+}
+
+template <class Index>
+TARGET_AVX512 static bool look_for_bad_avx512(const char *indices, int64_t count, uint64_t size)
+{
+    return look_for_bad<Index>(indices, count, size);
+}
+#endif
+
+/* Whether one of the indices is out of bounds. */
+template <class Index>
+static bool has_bad(const char *indices, int64_t count, uint64_t size)
+{
+#ifdef TARGET_AVX512
+    if (cpu_has(CPU_LEVEL_4)) return look_for_bad_avx512<Index>(indices, count, size);
+    if (cpu_has(CPU_LEVEL_3)) return look_for_bad_avx2<Index>(indices, count, size);
+#endif
+    return look_for_bad<Index>(indices, count, size);
 }
 
 /* Calls function with a zero of the type that the dtype names. */

@@ -99,3 +99,48 @@ def test_the_highest_level_is_the_default(cpu_device, value):
     default = run_child(cpu_device.gpuops, source)
     assert default.startswith("3 ")
     assert run_child(cpu_device.gpuops, source, GPUOPS_CPU_LEVEL=value) == default
+
+
+# Behind the last vector as well, and in front of it. An axis of 100 fits all signed types.
+BAD_INDICES = """
+import numpy as np
+import gpuops
+
+def check(x, indices, bad):
+    before = x.copy()
+    try:
+        gpuops.scatter(x, indices, -1)
+    except IndexError as error:
+        assert f"index {bad} is out of bounds" in str(error), error
+    else:
+        raise AssertionError(f"{indices.dtype}: {bad} went unnoticed in {indices}")
+    assert np.array_equal(x, before)
+
+random, size, found = np.random.default_rng(7), 100, 0
+for dtype in ("i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8"):
+    limits = np.iinfo(dtype)
+    least = -size if limits.min < 0 else 0
+    bad = [number for number in {size, limits.max, least - 1, limits.min}
+           if limits.min <= number <= limits.max and not least <= number < size]
+    for count in (*range(1, 36), 300, 333):
+        x, indices = np.arange(size), random.integers(least, size, count).astype(dtype)
+        indices[:1], indices[-1:] = least, size - 1
+        gpuops.scatter(x, indices, -1)
+        assert np.array_equal(np.flatnonzero(x < 0), np.unique(indices.astype("i8") % size))
+        for place in range(max(0, count - 35), count):
+            for number in bad:
+                wrong = indices.copy()
+                wrong[place] = number
+                check(x, wrong, number)
+                found += 1
+print(gpuops.show_config(mode="dicts")["cpu_level"], found)
+"""
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_bad_indices_are_seen_at_every_level(cpu_device, level):
+    said = run_child(cpu_device.gpuops, BAD_INDICES, GPUOPS_CPU_LEVEL=level, GPUOPS_DEVICE="cpu")
+    used, *rest = said.split()
+    assert rest == [str(24 * 700)]
+    if used != level:
+        pytest.skip(f"the highest level of the processor is {used}")
