@@ -107,18 +107,14 @@ static void set(int *number, int value)
     __atomic_store_n(number, value, __ATOMIC_RELAXED);
 }
 
-/* Looks at a number until it is 0, or until it is not, or for long enough. */
+/* Looks at a number until it is 0, or until it is not, or for long enough. A worker may have been
+ * woken on the processor of its caller, and would keep that from going on. */
 static void watch(const int *number, bool for_zero)
 {
     const int64_t begin = microseconds();
     while ((__atomic_load_n(number, __ATOMIC_RELAXED) == 0) != for_zero &&
-           microseconds() - begin < AWAKE_MICROSECONDS) {
-#if defined(__x86_64__)
-        __builtin_ia32_pause();
-#elif defined(__aarch64__)
-        __asm__ volatile("yield");
-#endif
-    }
+           microseconds() - begin < AWAKE_MICROSECONDS)
+        sched_yield();
 }
 
 /* With the lock. */
