@@ -543,16 +543,18 @@ from faults.fake import Fake
 
 shares = []
 
+def share(_):
+    all_threads, own = time.process_time(), time.thread_time()
+    gpuops.sigmoid(large, out=out, device="cpu")
+    own = time.thread_time() - own
+    return 1 - own / (time.process_time() - all_threads)
+
 class Bar:
     def __init__(self, **options):
         pass
     def update(self, count):
-        # What part of the work on the CPU other threads do.
-        all_threads, own = time.process_time(), time.thread_time()
-        for _ in range(3):
-            gpuops.sigmoid(large, out=out, device="cpu")
-        own = time.thread_time() - own
-        shares.append(1 - own / (time.process_time() - all_threads))
+        # What part of each call on the CPU other threads do: on a busy machine some come too late.
+        shares.append(max(map(share, range(3))))
     def close(self):
         pass
 
@@ -572,4 +574,4 @@ print(max(shares[1:-1]))  # in the first and the last nothing is on its way
 
 
 def test_a_bar_finds_the_workers_free(fake):
-    assert float(run_child(fake.gpuops, WORKERS, GPUOPS_NUM_THREADS="2")) > 0.2
+    assert float(run_child(fake.gpuops, WORKERS, GPUOPS_NUM_THREADS="2")) > 0.3
