@@ -107,22 +107,28 @@ static void set(int *number, int value)
     __atomic_store_n(number, value, __ATOMIC_RELAXED);
 }
 
-/* Looks at a number until it is 0, or until it is not, or for long enough. A worker may have been
- * woken on the processor of its caller, and would keep that from going on. */
+/* Looks at a number until it is 0, or until it is not, or for long enough. */
 static void watch(const int *number, bool for_zero)
 {
     const int64_t begin = microseconds();
     while ((__atomic_load_n(number, __ATOMIC_RELAXED) == 0) != for_zero &&
-           microseconds() - begin < AWAKE_MICROSECONDS)
-        sched_yield();
+           microseconds() - begin < AWAKE_MICROSECONDS) {
+#if defined(__x86_64__)
+        __builtin_ia32_pause();
+#elif defined(__aarch64__)
+        __asm__ volatile("yield");
+#endif
+    }
 }
 
-/* With the lock. */
+/* With the lock. One that was woken on the processor of its caller, and came late, would keep that
+ * from going on: hence it yields, but once, as on a busy machine others keep what they get. */
 static void await_place(void)
 {
     if (pool.wanted == 0) {
         pool.looking++;
         pthread_mutex_unlock(&pool.lock);
+        sched_yield();
         watch(&pool.wanted, false);
         pthread_mutex_lock(&pool.lock);
         pool.looking--;
