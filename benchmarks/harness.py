@@ -376,9 +376,10 @@ class Run:
     def document(self) -> dict:
         """Return all that is known of the run, and what it has measured until now."""
         facts = gpuops.show_config(mode="dicts")
+        del facts["environment"]
         return {
             "machine": machine(),
-            "gpuops": {name: facts[name] for name in sorted(facts) if name != "environment"},
+            "gpuops": {name: without_folders(facts[name]) for name in sorted(facts)},
             "peers": peers.versions(),
             "seed": self.seed,
             "quick": self.quick,
@@ -637,6 +638,11 @@ def machine() -> dict:
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
     }
+
+
+def without_folders(fact: Any) -> Any:
+    """Leave the names of the files in a text, and not where on this machine they are."""
+    return re.sub(r"(?<!\S)/\S*/", "", fact) if isinstance(fact, str) else fact
 
 
 def machine_name() -> str:

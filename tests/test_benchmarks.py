@@ -165,6 +165,17 @@ run.conclude()
     ]
 
 
+def test_figures_tell_no_folder_of_the_machine(fake_device, tmp_path):
+    open_nvrtc(fake_device.gpuops)  # which is told with its path
+    source = """
+import gpuops, json
+assert "/" in gpuops.show_config(mode="dicts")["nvrtc"]
+print(json.dumps(run.document()["gpuops"]))
+"""
+    facts = json.loads(said_by(fake_device, tmp_path, source))
+    assert ", libnvrtc.so" in facts["nvrtc"] and " /" not in json.dumps(facts)
+
+
 def test_some_cases_only(cpu_device, tmp_path):
     source = f"""
 import contextlib, io, json, os
